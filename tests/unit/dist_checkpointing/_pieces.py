@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 
 from core import parallel_state
 from core.dist_checkpointing import flat_range_view, model_state_dict
-from tests.unit._spawn import run_distributed
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
 
@@ -99,11 +96,3 @@ def state_of(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]
         start, end = list(pairwise(bounds))[rank]
         state[name] = flat_range_view(param, param.detach().view(-1)[start:end].clone(), start)
     return model, state
-
-
-def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
-    """Calls `fn(*args)` on that many ranks; in this process where one is enough."""
-    if world_size == 1:
-        fn(*args)
-    else:
-        run_distributed(fn, world_size, *args)

@@ -15,7 +15,7 @@ from core.optimizer import get_megatron_optimizer
 from core.training.config import PretrainConfig
 from core.training.state import build_scheduler
 from core.training.train_step import Batch, StepResult, evaluate, train_step
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.training._configs import batches, model_of, small_config
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
@@ -124,7 +124,8 @@ def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
     assert all(result.stop for result in results)
 
 
-def step_that_overflows() -> tuple[bool, int, float]:
+@on_ranks(1)
+def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
     config = small_config(**SGD | {"lr_warmup_iters": 2, "global_batch_size": 2})
     parallel_state.initialize_model_parallel()
     model = wrap_model(model_of(config), config.model, config.ddp)
@@ -133,14 +134,16 @@ def step_that_overflows() -> tuple[bool, int, float]:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.inf)
     result = train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1).result()
-    return result.has_update, scheduler.num_steps, optimizer.param_groups[0]["lr"]
+    assert (result.has_update, scheduler.num_steps, optimizer.param_groups[0]["lr"]) == (False, 0, 0.0)
 
 
-def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
-    assert run_distributed(step_that_overflows, 1) == [(False, 0, 0.0)]
+def _asks_for_too_much(*unused: object) -> None:
+    torch.empty(2**60)
 
 
-def step_that_runs_out_of_memory(fsdp2: bool) -> str:
+@pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
+@on_ranks(1)
+def test_a_failure_outside_of_forward_is_explained(fsdp2: bool) -> None:
     config = small_config(use_torch_fsdp2=fsdp2)
     parallel_state.initialize_model_parallel()
     model = wrap_model(model_of(config), config.model, config.ddp)
@@ -149,16 +152,7 @@ def step_that_runs_out_of_memory(fsdp2: bool) -> str:
     optimizer.optimizer.register_step_post_hook(_asks_for_too_much)
     with pytest.raises(MemoryLimitError) as caught:
         train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1)
-    return str(caught.value)
-
-
-def _asks_for_too_much(*unused: object) -> None:
-    torch.empty(2**60)
-
-
-@pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
-def test_a_failure_outside_of_forward_is_explained(fsdp2: bool) -> None:
-    message = run_distributed(step_that_runs_out_of_memory, 1, fsdp2)[0]
+    message = str(caught.value)
     assert "rank 0 could not allocate 4 EiB more" in message
     for category in ("parameters", "gradients", "optimizer state", "activations and other"):
         assert f"\n  {category}  " in message
