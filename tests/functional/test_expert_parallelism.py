@@ -129,7 +129,7 @@ def _starts(wrapper: str, sizes: dict[str, int]) -> list[dict[str, torch.Tensor]
         if not on_meta:
             torch.manual_seed(dist.get_rank())  # the first replica's values win, and each expert's own
         with torch.device("meta" if on_meta else "cpu"):
-            module = _training("aux", False, **sizes).build()
+            module = _training("aux", False, **sizes).build()[0]
         wrap_model(module, module.config, ddp_config(wrapper))
         found.append(_whole_weights(module))
         parallel_state.destroy_model_parallel()
@@ -163,7 +163,7 @@ def _after_a_step(kind: str, config: Any) -> dict[str, torch.Tensor]:
     """Trains a step with all of the first layer frozen, its experts too, or with a parameter of the last layer that
     only the first rank uses."""
     parallel_state.initialize_model_parallel(**OVER_TWO)
-    module = _training("aux", False, **OVER_TWO).build()
+    module = _training("aux", False, **OVER_TWO).build()[0]
     first, last = module.decoder.layers
     if kind == "frozen":
         first.requires_grad_(False)
@@ -200,7 +200,7 @@ def test_a_parameter_of_some_ranks_keeps_none_waiting():
 def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
     """An expert's gradient on one rank alone is not finite: every rank skips."""
     parallel_state.initialize_model_parallel(**OVER_TWO)
-    module = _training("aux", False, **OVER_TWO, fp16=True).build()
+    module = _training("aux", False, **OVER_TWO, fp16=True).build()[0]
     model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
     options = {"fp16": True, "initial_loss_scale": 1024.0}
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD, **options), [model])

@@ -87,7 +87,7 @@ def test_every_wrapper_equals_replicas(wrapper, fields):
 def _addresses(wrapper: str, bf16: bool) -> dict[str, list[int]]:
     """Returns the addresses of experts' matrices in a forward and its backward, and of what the kernel multiplies."""
     # Biases of an odd number of bytes, which follow each other in a buffer without a gap, move all that is after them.
-    module = experts("aux", False, add_qkv_bias=True, bf16=bf16).build()
+    module = experts("aux", False, add_qkv_bias=True, bf16=bf16).build()[0]
     config = ddp_config(wrapper, grad_reduce_in_fp32=bf16)
     model = wrap_model(in_precision(module, wrapper), module.config, config, process_group=dist.group.WORLD)
     found: dict[str, list[int]] = {"forward": [], "backward": [], "kernel": []}
@@ -130,7 +130,7 @@ def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, tor
     """Returns the gradient of each parameter, this rank's part, and the biases after the step."""
     sizes = _KINDS.get(kind, {})
     parallel_state.initialize_model_parallel(**{n: size for n, size in sizes.items() if n != "sequence_parallel"})
-    module = experts(balancing, per_token, **_EVEN, **sizes).build()
+    module = experts(balancing, per_token, **_EVEN, **sizes).build()[0]
     model = wrap_model(module, module.config, ddp_config("ddp"))
     generator = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(0, 61, (2, 3, 12), generator=generator)
@@ -159,7 +159,7 @@ def _pairs(
     for kind in kinds:
         found, biases = _one_step(kind, balancing, per_token)
         rank, size = (get() for get in _TENSOR_PARALLEL)
-        for name, parameter in experts(balancing, per_token, **_EVEN, **_KINDS[kind]).build().named_parameters():
+        for name, parameter in experts(balancing, per_token, **_EVEN, **_KINDS[kind]).build()[0].named_parameters():
             is_cut = parameter.tensor_model_parallel
             expected = whole[name].chunk(size, parameter.partition_dim)[rank] if is_cut else whole[name]
             pairs[f"{kind}: {name}"] = found[name], expected

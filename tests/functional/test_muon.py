@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,8 +20,9 @@ Layout = tuple[int, int, int]
 """Sizes of data, expert and tensor parallelism."""
 
 
-def _freeze_what_muon_leaves(model: GPTModel) -> None:
+def _freeze_what_muon_leaves(models: Sequence[GPTModel]) -> None:
     """Lion and AdamW turn rounding of a small gradient into a whole step."""
+    (model,) = models
     for param in model.parameters():
         param.requires_grad = param.ndim > 1 and getattr(param, "use_muon", True)
     for layer in (model.embedding, model.output_layer):

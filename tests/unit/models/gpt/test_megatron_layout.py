@@ -20,18 +20,8 @@ from core.models.gpt import GPTModel
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks
+from tests.unit.dist_checkpointing._pieces import Bomb
 from tests.unit.models.gpt.test_hugging_face import build
-
-
-class Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (open, (str(self.path), "w"))
-
 
 EACH_EXPERT = {
     "grouped": "mlp.experts.{name}{expert}",
