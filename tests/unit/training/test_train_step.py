@@ -82,36 +82,24 @@ SGD = {
 }
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
-@pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
-def test_a_step_on_two_ranks_is_the_step_of_one_process(fsdp2: bool, per_token: bool) -> None:
-    changes = {**SGD, "use_torch_fsdp2": fsdp2, "calculate_per_token_loss": per_token}
-    loss, over_tokens, weights, norm = expected_step(changes, 2)
-    assert abs(loss - over_tokens) > 1e-3 or per_token  # the two ways to weigh differ here
-    for result, before, found in run_distributed(step_on_ranks, 2, changes, None):
+PER_TOKEN, CUT = {"calculate_per_token_loss": True}, {"context_parallel_size": 2, "global_batch_size": 4}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("loss_of", [{}, PER_TOKEN], ids=["mean of means", "per token"])
+@pytest.mark.parametrize("ranks", [{}, {"use_torch_fsdp2": True}, CUT], ids=["ddp", "fsdp2", "cut sequences"])
+def test_a_step_on_two_ranks_is_the_step_of_one_process(ranks: dict, loss_of: dict, packed: bool) -> None:
+    # In one of the two halves of sequences the mask hides other tokens, and these must not weigh more for that.
+    is_cut, changes = ranks is CUT, {**SGD, **ranks, **loss_of}
+    loss, over_tokens, weights, norm = expected_step(
+        {**changes, "context_parallel_size": 1}, 1 if is_cut else 2, packed
+    )
+    assert abs(loss - over_tokens) > 1e-3 or loss_of or is_cut  # the two ways to weigh differ here
+    for result, before, found in run_distributed(step_on_ranks, 2, changes, 1 if is_cut else None, packed):
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert before == pytest.approx(over_tokens, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert result.has_update and not result.stop
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("per_token", "packed"),
-    [(False, False), (True, False), (False, True)],
-    ids=["mean of means", "per token", "packed"],
-)
-def test_a_step_over_cut_sequences_is_the_step_of_one_process(per_token: bool, packed: bool) -> None:
-    # The loss mask hides other tokens on one rank than on the other, which must not weigh more for that.
-    changes = {**SGD, "calculate_per_token_loss": per_token, "global_batch_size": 4}
-    loss, over_tokens, weights, norm = expected_step(changes, 1, packed)
-    cut = {**changes, "context_parallel_size": 2}
-    for result, before, found in run_distributed(step_on_ranks, 2, cut, 1, packed):
-        assert result.loss == pytest.approx(loss, rel=1e-6)
-        assert before == pytest.approx(over_tokens, rel=1e-6)
-        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert result.stop  # what one of the ranks of a sequence was asked
+        assert result.has_update and result.stop == is_cut  # what one of the ranks of a sequence was asked
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
 
