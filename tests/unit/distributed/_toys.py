@@ -129,6 +129,19 @@ class Stack(nn.Module):
         return x * self.gain
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable one of rank 2 next to it (LoRA, Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
 UNITS = (Block, nn.Embedding, nn.Linear)
 
 

@@ -70,8 +70,7 @@ def a_forward_that_raises_is_caught_and_its_micro_batch_skipped(run: Run) -> Non
         run.backward(2, is_last=False)
     handle.remove()
     run.backward(3)
-    run.finish()
-    run.step()
+    run.finish_and_step()
     run.train(1, first=2)
 
 
