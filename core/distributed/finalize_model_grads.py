@@ -116,7 +116,7 @@ def is_last_stage(chunk: torch.nn.Module) -> bool:
 
 
 def sum_of_last_stage(values: torch.Tensor, model: Sequence[_BaseDataParallel]) -> None:
-    """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
+    """Copies values, in place, from the ranks with the last pipeline stage to all stages. Every stage calls it.
 
     Args:
         model: this rank's stages.

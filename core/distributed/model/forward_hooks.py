@@ -186,7 +186,7 @@ class _SavedView:
     __slots__ = ("dtype", "index", "mesh", "owner", "place")
 
     def __init__(self, owner: SavedWeights, index: int, tensor: Tensor, local: Tensor) -> None:
-        # All fixed: the place of the weight stays, whichever memory its unit is gathered into next.
+        # The place of the weight stays, whichever memory its unit is gathered into next.
         self.owner, self.index, self.dtype = owner, index, local.dtype
         self.place = local.shape, local.stride(), local.storage_offset()
         self.mesh: Any = None

@@ -81,7 +81,7 @@ class _Forward:
         self._order = order
         # The forward before it, whose activations backward needs next. Fixed.
         self._before, order.last = order.last, weakref.ref(self)
-        # Storages of weights and buffers, which stay where they are; fixed.
+        # Storages of weights and buffers, which stay where they are.
         plain = (tensor for tensor in (*module.parameters(), *module.buffers()) if _is_plain(tensor.data))
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in plain}
         # What was saved, by place in memory and version: a tensor that two operations save is copied once. `place`
@@ -129,7 +129,7 @@ class _OnHost:
     """The memory of saved tensors, `[n]`, in host memory."""
 
     def __init__(self, forward: _Forward, tensor: Tensor, stream: streams.Stream | None) -> None:
-        self._forward, self._device, self._stream = forward, tensor.device, stream  # fixed
+        self._forward, self._device, self._stream = forward, tensor.device, stream
         # Number of saved tensors in this memory. `_Forward.place` counts.
         self.num_readers = 0
         # Those that have not read the current copy on the device. `_copy_back` sets it, `read` lowers it.
@@ -137,7 +137,7 @@ class _OnHost:
         # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
         # `read` set it, the last reader clears it: a backward through a kept graph copies again.
         self._device_copy: tuple[Tensor, streams.Event | None] | None = None
-        self._host = _host_memory(tensor, is_pinned=stream is not None)  # fixed once it is copied
+        self._host = _host_memory(tensor, is_pinned=stream is not None)
         if stream is None:
             self._host.copy_(tensor)
             return
@@ -204,5 +204,5 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor has one storage: sparse ones have several, and those of other backends none."""
+    """Returns whether a tensor has one storage: sparse ones have several, and tensors of other backends none."""
     return type(tensor) is Tensor and tensor.layout == torch.strided
