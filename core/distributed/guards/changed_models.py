@@ -28,6 +28,7 @@ class ParametersStay(Guard):
 
     def before_reduction(self, engine: Engine) -> None:
         if engine.places and not self._is_checked_in_steps:
+            engine.parameters.settle()  # places are those of parameters that are not gathered
             self._check(engine)
 
     def on_failure(self, engine: Engine) -> None:

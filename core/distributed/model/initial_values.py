@@ -33,7 +33,7 @@ from ..groups import DataParallelGroups, managed_parameters
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors, in place, with the values of the group's first rank. The order must be the same on all ranks.
+    """Overwrites tensors, in place, with the values of the group's first rank. The order is the same on all ranks.
 
     Sends the local shard of a DTensor: ranks of the group must have the same shard. Skips tensors on the meta device.
     Copies a tensor on another device to the one that this process computes on, so that all ranks send from the same
