@@ -69,7 +69,7 @@ class GradientTree:
     """
 
     def __init__(self, shape: MicroBatchTree, mean_over: int) -> None:
-        # Both fixed: the order of additions does not depend on the number of ranks.
+        # The order of additions, which does not depend on the number of ranks.
         self.shape = shape
         self._mean_over = mean_over
         # Whether the root of the tree is divided by `mean_over`. `expect` sets it, for all steps that follow.
@@ -79,8 +79,7 @@ class GradientTree:
         # Number of backwards of this step that have begun, and the last of them. `enter` sets both, `restart` clears
         # them.
         self._num_begun, self._backward = 0, NO_BACKWARD
-        # Callbacks that set sums aside. `register` adds them when a wrapper is built, `enter` calls them; never
-        # cleared.
+        # Callbacks that set sums aside. `register` adds them when a wrapper is built, `enter` calls them.
         self._holders: list[Begin] = []
 
     @property

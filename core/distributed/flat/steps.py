@@ -51,7 +51,7 @@ class ReductionSchedule:
         finish: Callable[[], None] | None = None,
         tree: GradientTree | None = None,
     ) -> None:
-        # All fixed. `_finish` is called at the end of a backward, where each one finishes gradients.
+        # `_finish` is called at the end of a backward, where each one finishes gradients.
         self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
         # Whether buckets are sent when their gradients are complete, instead of all at the end.
         self._sends_early = plan.settings.overlap_grad_reduce or plan.strategy in ("optim_grads", "optim_grads_params")
@@ -160,7 +160,7 @@ class ParamPlacement:
     """
 
     def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        # Fixed. Its modules are asked in each check whether they still hold the parameters.
+        # The modules inside are asked in each check whether they still hold the parameters.
         self._model = model
         # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
         self._names: dict[nn.Parameter, str] = {}

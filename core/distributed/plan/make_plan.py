@@ -217,7 +217,7 @@ def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: 
 def _keep_in_slots(
     units: Sequence[UnitPlan], ddp_config: FullyShardedDataParallelConfig, num_shards: int, *, is_cast: bool
 ) -> Iterator[UnitPlan]:
-    """Decides which memory units of flat buffers are gathered into, and how long it keeps them.
+    """Decides which memory units of flat buffers are gathered into, and how long that memory keeps each unit.
 
     Units of one size that are freed share a few slots in turn: one in use, and one for each unit that is prefetched.
     Where this rank has all of a unit, in one dtype and place, its parameters are views of the shards themselves.
