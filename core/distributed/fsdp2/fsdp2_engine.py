@@ -243,8 +243,8 @@ class TorchGradients(Gradients):
     def set_sync(self, enabled: bool) -> None:
         super().set_sync(enabled)
         settings = self.plan.settings
-        if self._sums is not None:
-            self._sums.expect_sync(enabled)
+        if self.tree is not None:
+            self.tree.is_synced = enabled
         if not (settings.reproducible_across_ranks or settings.reduce_every_micro_batch):
             if enabled:
                 self.torch_state.complete_accumulated_gradients()

@@ -189,11 +189,6 @@ class GradientSums:
         """All sums that are kept from earlier micro-batches."""
         return [tensor for unit in self._units for tensor in unit.tensors]
 
-    def expect_sync(self, enabled: bool) -> None:
-        """Sets whether the backwards that follow are outside `no_sync`."""
-        for unit in self._units:
-            unit.is_synced = enabled
-
     def clear(self) -> None:
         """Begins a step: drops what is kept."""
         for unit in self._units:
@@ -220,8 +215,6 @@ class _TreeReduceScatter(UnitReduceScatter):
         # The tree is the wrapper's, which all units share.
         self._tree, self._module, self._replicas = tree, as_fsdp(unit.modules[0]), plan.groups.replicate
         self._of_shards, self._is_alone = plan.settings.reduce_every_micro_batch, plan.groups.shard.size() == 1
-        # Whether the running backward is outside `no_sync`. `GradientSums.expect_sync` sets it before each.
-        self.is_synced = True
         # The gradients that are added in place, whole or of shards, flat, in memory of their own. `_add` sets and
         # clears it, on torch's stream for reductions; `set_aside` moves it to `_sums`, between reductions.
         self._current: Tensor | None = None
@@ -296,7 +289,7 @@ class _TreeReduceScatter(UnitReduceScatter):
                 f"a backward reached {self.unit} around the tensors that the model's forward returned; for "
                 "reproducible_across_ranks return tensors, or tuples, lists or dicts of them"
             )
-        if self.is_synced and not self._of_shards and not self._tree.is_last:
+        if self._tree.is_synced and not self._of_shards and not self._tree.is_last:
             raise ShardstackError(
                 "a backward before the last of a step was to be reduced by itself, and reproducible_across_ranks "
                 "reduces the sum of all; put every backward of a step but the last inside no_sync"
