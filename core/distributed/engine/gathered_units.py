@@ -266,7 +266,7 @@ class KeptPart:
         # Both fixed: the neighbours, and whether the plan keeps the unit between micro-batches.
         self.ranks, self._outlasts_backward = ranks, outlasts_backward
         # Memory of our own, on the stream of `keep`, which a forward calls once the unit is gathered; `take` clears it
-        # in backward, or `drop`, when shards may have changed.
+        # in backward; the engine does when no backward follows, or shards may have changed.
         self.tensor: Tensor | None = None
         # Behind the copy into `tensor`, which another stream may read; None on a CPU. Set with `tensor`.
         self._is_written: Any = None
@@ -285,7 +285,3 @@ class KeptPart:
         if current_backward() != NO_BACKWARD and not self._outlasts_backward:
             self.tensor = None
         return part
-
-    def drop(self) -> None:
-        """Frees the part, because no backward follows or the shards have changed."""
-        self.tensor = None

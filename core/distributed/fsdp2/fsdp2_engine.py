@@ -171,7 +171,7 @@ class TorchParameters(Parameters):
         state.keep_changes()
         state.end_evaluation()
         for part in self._parts:
-            part.drop()
+            part.tensor = None
         self.order.end()
         state.tensors.mark_gathered()
         for index in self._writes_to_gathered.find():
