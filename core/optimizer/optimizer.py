@@ -280,8 +280,9 @@ def _check_updated(wrapper: _BaseDataParallel) -> None:
     Raises:
         OptimizerError: names the parameter.
     """
+    updated = wrapper.updated_parameters
     for name, param in unwrap_model(wrapper).named_parameters():
-        if param.requires_grad and param not in wrapper.updated_parameters and owner_of(param) is wrapper:
+        if param not in updated and param.requires_grad and owner_of(param) is wrapper:
             raise OptimizerError(
                 f"parameter {name} was made trainable after the optimizer was built, which does not update it; build "
                 "the optimizer while it is trainable, and freeze it afterwards"

@@ -60,8 +60,11 @@ class BucketMemory:
         # `set_aside` adds them when a backward begins, on its thread; `add_sums` takes them out at a step's end, and
         # `clear` drops them.
         self.sums = PartialSums()
+        # This rank's part of `whole`, unless that is released; fixed.
+        self._part: Tensor | None = None
         if buffer.grad_data is not None:
             self._hold(buffer.grad_data[plan.layout.start : plan.layout.end])
+            self._part = self.whole.chunk(buffer.plan.num_shards)[rank]  # type: ignore[attr-defined]
             for slot in self.slots:
                 slot.zero()
 
@@ -71,12 +74,11 @@ class BucketMemory:
 
         A part of `whole`. With `releases` it is `separate_shard`, allocated at the first access in a step.
         """
-        buffer, num_shards = self.buffer, self.buffer.plan.num_shards
-        if self.whole is not None and not self.releases:
-            return self.whole.chunk(num_shards)[buffer.plan.shard_index]
+        if self._part is not None:
+            return self._part
         if self.separate_shard is None:
-            length = self._plan.elements // num_shards
-            self.separate_shard = buffer.zeros_for_shards(length, buffer.kind.shard_grad_dtype)
+            length, dtype = self._plan.elements // self.buffer.plan.num_shards, self.buffer.kind.shard_grad_dtype
+            self.separate_shard = self.buffer.zeros_for_shards(length, dtype)
         return self.separate_shard
 
     @property
@@ -115,10 +117,12 @@ class BucketMemory:
     def clear(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
         self.sums.clear()
-        if self.releases:
-            self.release()
         self.separate_shard = None
+        if self.releases:
+            self.whole = None
         for slot in self.slots:
+            if self.releases and (slot.view is not None or slot.accumulator is not None):
+                slot.release()
             slot.clear()
         self.zero_for_layers()
 
@@ -246,7 +250,8 @@ class Bucket(PlacedParams):
         if self.tree is not None:
             self.tree.enter()
         slot.check_size()
-        slot.take_back()
+        if slot.borrower is not None:
+            slot.take_back()
         if self.has_left and not self._reduces_each:
             return False
         self.has_left = False

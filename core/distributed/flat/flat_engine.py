@@ -151,13 +151,13 @@ class FlatGradients(Gradients):
             buckets: all with gradients, in the order in which they leave.
             finish: as of `FlatEngine`.
         """
-        plan = self.plan
+        plan, self._is_sharded = self.plan, not self.plan.is_replicated
         self._buckets, self._parameters = buckets, parameters
         self._place_of = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         # Sends buckets and knows which have left; `_drop` and `reopen` restart it.
         self._schedule = ReductionSchedule(buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
-        self.shown = ShownGradients(self._place_of, not plan.is_replicated)
+        self.shown = ShownGradients(self._place_of, self._is_sharded)
         take = _weakly(self._take, plan.caller)
         for param, (bucket, slot) in self._place_of.items():
             param.has_buffer = True  # type: ignore[attr-defined]
@@ -230,8 +230,7 @@ class FlatGradients(Gradients):
                 bucket.gather_grads()
 
     def reopen(self) -> bool:
-        is_sharded = not self.plan.is_replicated
-        if is_sharded or not all(self.adds_exactly(p) for p in self._place_of if shows_main_grad(p)):
+        if self._is_sharded or not all(self.adds_exactly(p) for p in self._place_of if shows_main_grad(p)):
             return False
         self._schedule.restart()
         for bucket in self._buckets:
@@ -239,7 +238,7 @@ class FlatGradients(Gradients):
         return True
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        if self.plan.is_replicated or parameter not in self._place_of:
+        if not self._is_sharded or parameter not in self._place_of:
             return super().of(parameter)
         bucket, slot = self._place_of[parameter]
         if not (bucket.has_reduced and self.shown.has_gradient(parameter)):

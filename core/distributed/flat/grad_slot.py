@@ -112,8 +112,8 @@ class GradSlot:
 
     def release(self) -> None:
         """Drops the memory, after its values were sent."""
-        self.view = self.accumulator = None
-        self.restart()
+        self.view = self.accumulator = self.param.main_grad = None  # type: ignore[attr-defined]
+        self.counts = False
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 

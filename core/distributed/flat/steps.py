@@ -50,7 +50,7 @@ class ReductionSchedule:
         finish: Callable[[], None] | None = None,
         tree: GradientTree | None = None,
     ) -> None:
-        # All fixed. `_finish` is called at the end of a backward, where each one finishes gradients.
+        # `_finish` is called at the end of a backward, where each one finishes gradients.
         self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
         # Whether buckets are sent when their gradients are complete, instead of all at the end.
         self._sends_early = plan.settings.overlap_grad_reduce or plan.strategy in ("optim_grads", "optim_grads_params")
@@ -209,7 +209,10 @@ class ShownGradients:
 
     def has_gradient(self, param: nn.Parameter) -> bool:
         """Returns whether a step reads a gradient of the parameter, which the user has not set to None."""
-        return param.grad is not None if self._stepped_params is None else param in self._stepped_params
+        if self._stepped_params is not None:
+            return param in self._stepped_params
+        with without_waiting():
+            return param.grad is not None
 
     def find_written(self) -> GradSlot | None:
         """Returns the place of a parameter whose ``grad`` was assigned where an optimizer reads a shard, or None."""

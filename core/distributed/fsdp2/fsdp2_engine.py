@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..plan import Plan
 from ..step import Phase, Step
 from .prefetch import UnitPrefetch
 from .shard_model import FreedWeights, reject_graph_of_gradients, shard_model
-from .torch_private import TorchState, as_fsdp, fsdp_modules
+from .torch_private import TorchState, as_fsdp, fsdp_modules, groups_of
 from .unit_collectives import GradientSums, set_collectives
 
 
@@ -116,8 +117,9 @@ class TorchParameters(Parameters):
         self._writes_to_gathered = WriteCounts(torch_state.tensors.gathered_versions)
         for submodule in (member for unit in plan.units for member in unit.modules):
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
-            submodule.register_forward_pre_hook(self._keep_changes)  # after torch has gathered
-            submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
+            keep_changes = partial(self._keep_changes, groups_of(submodule))
+            submodule.register_forward_pre_hook(keep_changes)  # after torch has gathered
+            submodule.register_forward_hook(keep_changes, prepend=True)  # before torch frees
         # Their counts of running forwards change; `settle` ends those that an exception has left.
         self._freed_weights = [FreedWeights(unit) for unit in plan.units[:-1] if unit.is_freed]
 
@@ -145,8 +147,8 @@ class TorchParameters(Parameters):
             self._torch_state.reset_iteration()  # the last forward raised
         self.prepare_forward()
 
-    def _keep_changes(self, module: nn.Module, *unused: Any) -> None:
-        self._torch_state.keep_changes(as_fsdp(module))
+    def _keep_changes(self, groups: list[Any], *unused: Any) -> None:
+        self._torch_state.keep_changes(groups)
 
     def _after_method(self) -> None:
         """Frees gathered parameters if no backward follows. Otherwise the next forward would read stale weights."""
@@ -164,7 +166,7 @@ class TorchParameters(Parameters):
         state.keep_changes()
         state.end_evaluation()
         for part in self._parts:
-            part.drop()
+            part.tensor = None
         self.order.end()
         state.tensors.mark_gathered()
         for index in self._writes_to_gathered.find():
@@ -234,8 +236,8 @@ class TorchGradients(Gradients):
     def set_sync(self, enabled: bool) -> None:
         super().set_sync(enabled)
         settings = self.plan.settings
-        if self._sums is not None:
-            self._sums.expect_sync(enabled)
+        if self.tree is not None:
+            self.tree.is_synced = enabled
         if not (settings.reproducible_across_ranks or settings.reduce_every_micro_batch):
             if enabled:
                 self.torch_state.complete_accumulated_gradients()

@@ -8,7 +8,7 @@ pins every name, and lists the few places elsewhere.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from ...base._torch_compat import fsdp_param_groups
 from ...base.errors import UnitError, WrapError
-from ...base.parameters import local_part
 from ..step_marks import mark_as_gathered, mark_of
 
 
@@ -59,10 +58,9 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
     return any(group._all_reduce_hook is not None for group in groups_of(module))  # type: ignore[arg-type]
 
 
-def gathered_tensors_of(module: FSDPModule) -> list[Tensor]:
-    """Returns the tensors that one unit is gathered into. Empty before its first gather."""
+def gathered_tensors_of(groups: list[Any]) -> list[Tensor]:
+    """Returns the tensors that the unit of `groups` (`groups_of`) is gathered into. Empty before its first gather."""
     # Torch makes each once, and frees a unit by resizing storages: made anew, `SavedWeights` would not find them.
-    groups = groups_of(module)  # type: ignore[arg-type]
     return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
 
 
@@ -121,7 +119,13 @@ class TorchTensors:
 
     def names(self) -> dict[Any, str]:
         """Returns the name of each sharded parameter, by all that modules may hold of it."""
-        return {form: name_of_parameter(p) for p in self.parameters for form in _forms(p)}
+        names = dict[Any, str]()
+        for parameter in self.parameters:
+            name = parameter._param_fqn or name_of_parameter(parameter)
+            names[parameter.sharded_param] = name
+            if hasattr(parameter, "_unsharded_param"):
+                names[parameter._unsharded_param] = name
+        return names
 
     def mark_gathered(self) -> None:
         """Marks parameters gathered for the first time, so that the step of an optimizer built from them raises."""
@@ -155,8 +159,12 @@ class TorchTensors:
                 gathered = parameter._unsharded_param
                 version = int(gathered._version)
                 with torch.no_grad():
-                    storage = local_part(gathered).untyped_storage()._cdata
-                if storage not in [output.untyped_storage()._cdata for output in parameter.all_gather_outputs]:
+                    local = gathered.to_local() if isinstance(gathered, DTensor) else gathered
+                storage = local.untyped_storage()._cdata
+                for output in parameter.all_gather_outputs:
+                    if output.untyped_storage()._cdata == storage:
+                        break
+                else:
                     version = -1
             versions.append(version)
         return versions
@@ -330,24 +338,22 @@ class TorchState:
 
     # ---- what a program does to parameters
 
-    def keep_changes(self, module: FSDPModule | None = None) -> None:
+    def keep_changes(self, groups: Iterable[Any] | None = None) -> None:
         """Keeps what a program has set on gathered parameters, and raises where it has set another parameter.
 
         Torch would lose a change of ``requires_grad`` with the gathered parameter (pytorch/pytorch#105371), and never
         call the hooks of a shard, which no backward reaches: shard and gathered parameter share one dict of hooks.
 
         Args:
-            module: a module of the unit to look at; None means all units.
+            groups: those of the unit to look at (`groups_of`); None means all units.
         """
-        for group in self.tensors.groups if module is None else groups_of(module):  # type: ignore[arg-type]
+        for group in self.tensors.groups if groups is None else groups:
             # Whether modules show the gathered parameters. Under another name this raises.
             if not group.is_unsharded:
                 continue
+            _reject_assigned(group.fsdp_params)
             for parameter in group.fsdp_params:
-                info, gathered, shard = parameter._module_info, parameter._unsharded_param, parameter.sharded_param
-                # Around each forward of its unit: a parameter that is where torch has put it costs no call.
-                if info.shared_modules or info.module._parameters.get(info.param_name) is not gathered:
-                    _reject_assigned(parameter)
+                gathered, shard = parameter._unsharded_param, parameter.sharded_param
                 if gathered.requires_grad != self._trained.get(parameter, gathered.requires_grad):
                     shard.requires_grad_(gathered.requires_grad)
                 self._trained[parameter] = gathered.requires_grad
@@ -363,28 +369,28 @@ class TorchState:
         Raises:
             UnitError: names the parameter.
         """
-        for parameter in self.tensors.parameters:
-            _reject_assigned(parameter, takes_shards)
+        _reject_assigned(self.tensors.parameters, takes_shards)
 
 
-def _reject_assigned(parameter: Any, takes_shards: bool = False) -> None:
-    # The modules and names that torch sets parameters on. Under another name this raises. Called for each parameter
-    # around each forward of its unit.
-    info, (shard, gathered) = parameter._module_info, _forms(parameter)
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    for module, name in ((info.module, info.param_name), *shared):
-        held = module._parameters.get(name)
-        if held is None or not (held is shard or held is gathered or (takes_shards and isinstance(held, DTensor))):
-            raise UnitError(
-                f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an assignment, "
-                "tied weights, a parametrization, torch.func.functional_call), and FSDP2 would compute with the one "
-                "from before; change the model before it is wrapped, or use DistributedDataParallel"
-            )
-
-
-def _forms(parameter: Any) -> tuple[nn.Parameter | None, ...]:
-    """Returns all that modules may hold of a parameter: its shard, or gathered."""
-    return parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+def _reject_assigned(parameters: Iterable[Any], takes_shards: bool = False) -> None:
+    # The modules and names that torch sets parameters on. Under another name this raises. Called around each forward
+    # of a unit, so that it calls nothing for a parameter that is where torch has put it.
+    for parameter in parameters:
+        info, shard, gathered = parameter._module_info, parameter.sharded_param, None
+        if hasattr(parameter, "_unsharded_param"):
+            gathered = parameter._unsharded_param
+        places = [(info.module, info.param_name)]
+        if info.shared_modules:
+            places += zip(info.shared_modules, info.shared_param_names, strict=True)
+        for module, name in places:
+            held = module._parameters.get(name)
+            if held is None or not (held is shard or held is gathered or (takes_shards and isinstance(held, DTensor))):
+                raise UnitError(
+                    f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an "
+                    "assignment, tied weights, a parametrization, torch.func.functional_call), and FSDP2 would "
+                    "compute with the one from before; change the model before it is wrapped, or use "
+                    "DistributedDataParallel"
+                )
 
 
 def _running_reductions(comm_ctx: Any) -> list[Any]:

@@ -48,18 +48,18 @@ class ParametersStay(Guard):
             WrapError: a parameter was moved, replaced, added, removed, tied or made trainable since.
         """
         names = engine.names_of_parameters()  # a parameter may have several forms
-        params = dict(managed_parameters(engine.plan.root.modules[0]))
-        names_in_model = {names.get(param) for param in params.values()}
-        added = [name for name, param in params.items() if param.requires_grad and param not in names]
-        removed = [name for name in names.values() if name not in names_in_model]
+        with without_waiting():
+            params = dict(managed_parameters(engine.plan.root.modules[0]))
+            moved = [param for param, place in engine.places.items() if place != (param.data_ptr(), param.dtype)]
+            names_in_model = {names.get(param) for param in params.values()}
+            added = [name for name, param in params.items() if param.requires_grad and param not in names]
+            removed = [name for name in names.values() if name not in names_in_model]
         if added or removed:
             change = "was replaced, added or made trainable" if added else "was removed, or tied to another,"
             raise WrapError(
                 f"parameter {(added + removed)[0]} {change} after the model was wrapped, so that its gradient is "
                 "never reduced; wrap the finished model"
             )
-        with without_waiting():
-            moved = [param for param, place in engine.places.items() if place != (param.data_ptr(), param.dtype)]
         if moved:
             raise WrapError(  # names the model's first, as buffers have parameters in reverse order
                 f"the storage of parameter {names[moved[-1]]} was replaced after the model was wrapped (a move to "

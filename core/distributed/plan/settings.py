@@ -141,14 +141,12 @@ def _overlaps(
         return True, ddp_config.forward_prefetch > 0 or ddp_config.backward_prefetch > 0
     # None: behind computation, where the model's device has streams. A model on meta will be on that of this process.
     on = next((p.device for p in module.parameters() if p.requires_grad and not p.is_meta), device.current_device())
-    overlaps_grads, overlaps_params = ddp_config.overlap_grad_reduce, ddp_config.overlap_param_gather
-    if overlaps_grads is None:
-        overlaps_grads = streams.is_asynchronous(on)
-    if overlaps_params is None:
-        overlaps_params = ddp_config.shards_updates and streams.is_asynchronous(on)
-    if ddp_config.sharding_strategy == "optim_grads" and groups.experts is not None:
-        overlaps_grads = True  # a rank that waited inside of a backward would keep others from exchanging tokens
-    return overlaps_grads, overlaps_params
+    has_streams = streams.is_asynchronous(on)
+    grads, params = ddp_config.overlap_grad_reduce, ddp_config.overlap_param_gather
+    # A rank that waited inside of a backward would keep others from exchanging tokens.
+    must_overlap = ddp_config.sharding_strategy == "optim_grads" and groups.experts is not None
+    overlaps_params = ddp_config.shards_updates and has_streams if params is None else params
+    return must_overlap or (has_streams if grads is None else grads), overlaps_params
 
 
 def settings_to_compare(

@@ -173,16 +173,13 @@ def _match_modules(
             visited.add(child)
             matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
             matches = matches or stands_for_items or child in singled_out
-            is_container = (isinstance(child, CONTAINERS) or stands_for_items) and not _has_forward(child)
+            has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
+            is_container = (isinstance(child, CONTAINERS) or stands_for_items) and not has_forward
             yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
             if matches and not is_container and any(kind_of(p) != "ignored" for p in child.parameters()):
                 yield child
 
     yield from visit(root, False, False)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
@@ -261,7 +258,6 @@ def plan_transforms(units: Sequence[UnitPlan], ddp_config: DistributedDataParall
             offloads=ddp_config.offload_activations and unit is not layers[-1],
         )
         for unit in layers
-        if recomputes or ddp_config.compile_units or ddp_config.offload_activations
     )
 
 

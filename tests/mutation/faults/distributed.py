@@ -14,7 +14,7 @@ _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
 _STARTS = "tests/unit/distributed/model/test_initial_values.py"
-_PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
+_PRECISION = ("tests/unit/distributed/plan/test_pieces.py", "tests/unit/distributed/fsdp2/test_precision.py")
 _EXPERTS_OVER_RANKS = "tests/functional/test_expert_parallelism.py::test_experts_over_other_ranks_equal_one_process"
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
 _SKIPPED = "tests/unit/distributed/engine/test_gathered_units.py"
@@ -474,7 +474,7 @@ MUTATIONS = (
         "core.distributed.plan.units.default_units",
         r"tuple\(_lists_of_layers\(root\)\)",
         "()",
-        ("tests/unit/distributed/plan/test_unit_choice.py",),
+        ("tests/unit/distributed/plan/test_units.py",),
     ),
     Mutation(
         "a resized weight's gradient is added to what it fits",
