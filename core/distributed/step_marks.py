@@ -98,6 +98,7 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, _IS_OWN):
         return
+    # By their order and each once: thousands of parameters share one mark, whose checks take long.
     every = dict.fromkeys(getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"])
     marks = [mark for mark in every if mark is not None]
     setattr(optimizer, _MET, marks)
