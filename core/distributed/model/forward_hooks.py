@@ -148,7 +148,7 @@ class SavedWeights(SavedTensors):
     def begin(self) -> None:
         """Begins a forward of the unit, which is gathered."""
         self._index_of = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(self._memory())}
-        # A view holds its storage and nothing of the parameter: only torch's count of the storage tells that one lives.
+        # A view holds its storage, not the parameter: only torch's count of the storage tells that one lives.
         for storage in self._index_of:
             uses = torch._C._storage_Use_Count(storage)
             self._least_uses[storage] = min(uses, self._least_uses.get(storage, uses))
