@@ -1,4 +1,4 @@
-"""The settings of wrappers that shard parameters, beyond those of every wrapper."""
+"""The settings that only wrappers with sharded parameters have."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Reshard = bool | int
 @takes_megatron_fields
 @dataclass(kw_only=True)
 class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
-    """Settings of :class:`FullyShardedDataParallel`, and those that it has in common with FSDP2.
+    """Settings of :class:`FullyShardedDataParallel`, which FSDP2 has too.
 
     Raises:
         ParallelConfigError: settings that contradict each other, or a value that a setting does not take.
     """
 
     data_parallel_sharding_strategy: str = "optim_grads_params"
-    """Parameters, gradients and optimizer state are sharded. There is no other value."""
+    """Parameters, gradients and optimizer state are sharded. Other values are refused."""
 
     # ---- when parameters are gathered
 

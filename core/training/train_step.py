@@ -149,7 +149,7 @@ def train_step(
     """
     chunks = _chunks(model)
     model = chunks[0]
-    per_token = model.sums_gradients
+    per_token = model.plan.sums_gradients
     tree, group = model.plan.tree, model.process_group
     for chunk in chunks:
         chunk.expect_micro_batches(num_microbatches, divides_by_ranks=tree is None)
