@@ -86,7 +86,7 @@ def _training(wrapper: str, samples: int, sequence: int, fields: dict[str, objec
                 backward(model, tokens)
         core.distributed.finalize_model_grads([model])
         optimizer.step()
-        model.engine.settle()  # a gather that went on would meet the other candidate's switch
+        model.engine.parameters.settle()  # a gather that went on would meet the other candidate's switch
 
     return step
 

@@ -32,7 +32,7 @@ from core.adapters.bridge.translation import STRATEGIES
 from core.adapters.lightning import ShardstackStrategy
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
-from core.distributed.engine.owners import owner_of
+from core.distributed.engine.engine import owner_of
 from tests.unit.adapters.lightning._module import ranks_of_lightning
 from tests.unit.adapters.lightning._module import trainer as trainer_of
 

@@ -31,8 +31,8 @@ from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..base.text import choices
 from ..distributed import TorchFullyShardedDataParallelConfig
 from ..distributed.groups import Ranks
-from ..distributed.model.unfit_models import reject_wrapped
-from ..distributed.plan.unit_choice import UnitChoice
+from ..distributed.guards import reject_wrapped
+from ..distributed.plan.units import UnitChoice
 from .bridge.translation import changed_fields, check_settings, check_version
 
 check_version("megatron-core", "core.adapters.megatron_lm")

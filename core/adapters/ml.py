@@ -15,7 +15,7 @@ from ..base import device
 from ..base.errors import ConfigError, warn_once
 from ..base.text import choices
 from ..distributed import _BaseDataParallel
-from ..distributed.plan.unit_choice import CONTAINERS
+from ..distributed.plan.units import CONTAINERS
 from ..rendezvous.environment import environment_int
 from .bridge.sharding import data_parallel_mesh
 from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer

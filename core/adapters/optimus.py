@@ -22,7 +22,7 @@ from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
 from ..base.errors import ParallelConfigError, warn_once
 from ..distributed.fully_sharded_data_parallel_config import Reshard
-from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
+from ..distributed.plan.units import CONTAINERS, UnitChoice
 from ..rendezvous import default_group
 from ..rendezvous.environment import environment_int
 from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer

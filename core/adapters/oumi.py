@@ -23,7 +23,7 @@ from ..base.module_protocol import unwrap_model
 from ..base.text import choices
 from ..dist_checkpointing import model_state_dict as global_state_dict
 from ..distributed import _BaseDataParallel
-from ..distributed.plan.unit_choice import UnitChoice
+from ..distributed.plan.units import UnitChoice
 from .bridge.checkpoints import whole_state_dict
 from .bridge.sharding import data_parallel_mesh, fully_replicated, units_by_class, units_by_size
 from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base import device
-from ..distributed.engine.owners import own_parameters
-from ..distributed.model.unfit_models import reject_wrapped
-from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
+from ..distributed.engine.engine import own_parameters
+from ..distributed.guards import reject_wrapped
+from ..distributed.plan.units import CONTAINERS, UnitChoice
 from .bridge.translation import FSDP2, check_settings, check_version, config_of, wrap_for_trainer
 
 check_version("torchtitan", __name__)

@@ -101,9 +101,10 @@ def accumulates_into_leaf(node: Any) -> bool:
 NO_BACKWARD = -1
 
 
-def current_backward() -> int:
-    """Returns the unique number of the running backward, or `NO_BACKWARD` outside of any."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the unique number of the running backward, or `NO_BACKWARD` outside of any.
+
+It is torch's own function, because hooks ask it several times for each layer."""
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:

@@ -66,6 +66,12 @@ def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
     return elements
 
 
+def elements_of(param: Tensor, start: int, end: int) -> Tensor:
+    """Returns elements ``[start, end)`` of a flattened parameter, which this rank has: whole, or in its range."""
+    values, first = kept_range(param) or (param.detach().view(-1), 0)
+    return values[start - first : end - first] if start < end else values[:0]
+
+
 def fill_range(param: Tensor, whole: Tensor) -> None:
     """Copies this rank's elements from `whole`, of the parameter's shape, and counts that as a write to it."""
     elements = kept_range(param)

@@ -68,16 +68,6 @@ class CollectiveRecord:
         return next((call for call in list(self.calls) if call.is_under_way), None)
 
 
-_EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
-"""At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
-through `explain_failures_with`. It is never cleared."""
-
-
-def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
-    """Sets the function that is called with an error raised in a collective. It raises a better error, or returns."""
-    _EXPLAIN[:] = [explain]
-
-
 class Collective:
     """One call of a collective. Enter it around the call, or `run` the call where it may return work to wait for.
     Call `explain` if it fails elsewhere.
@@ -165,8 +155,9 @@ class Collective:
 
     def raise_explained(self, error: BaseException) -> None:
         """Explains an error as `explain` does, without marking the call as failed."""
-        for explain in _EXPLAIN:
-            explain(error, self)
+        from ..diagnostics.out_of_step import raise_out_of_step  # after a failure alone: it watches from above
+
+        raise_out_of_step(error, self)
 
     def as_json(self) -> list[Any]:
         """Returns the fields that are published to other ranks."""

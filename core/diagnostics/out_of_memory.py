@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base import memory_categories as memory
-from ..base.errors import MemoryLimitError, ShardstackError
+from ..base.errors import MemoryLimitError
+from ..base.memory_categories import is_out_of_memory
 from ..base.text import aligned, first_line, readable_bytes
-from .step_marks import known_optimizers
+from ..distributed.step_marks import known_optimizers
 
 
 def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
@@ -55,7 +56,6 @@ def table_lines(table: dict[str, int]) -> list[str]:
     return [f"  {line}" for line in aligned(rows)]
 
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGTP]iB)", re.IGNORECASE)
 _POWERS = {unit: 1024**power for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib"))}
 _NUM_SETTINGS = 3
@@ -81,15 +81,6 @@ def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
     on_device = isinstance(error, torch.OutOfMemoryError) or "cuda" in str(error).lower()
     message = _message(error, wrapper, "cuda" if on_device else "cpu")
     raise (_DeviceMemoryError if on_device else _HostMemoryError)(message) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory could not be allocated, on the host or an accelerator."""
-    if isinstance(error, ShardstackError):
-        return False
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
@@ -122,38 +113,43 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
     halves the activations; bf16 halves what is computed with.
     """
     plan, config = wrapper.plan, wrapper.config
-    num_ranks, asked_by = wrapper.process_group.size(), plan.asked_by
+    num_ranks, own = wrapper.process_group.size(), plan.settings
     spared_share = 1.0 - 1.0 / num_ranks
     is_fully_sharded = plan.shards_parameters
     units = [unit for unit in plan.units if unit.params] if is_fully_sharded else []
     num_units = max(1, len(units))
     # The last unit and the model itself stay gathered in any case: backward begins with them.
     stay_gathered = is_fully_sharded and sum(unit.is_freed and not unit.kept_among for unit in units) < num_units - 2
-    recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
+    recomputes = getattr(config, "recompute_granularity", None) == "full" or any(
+        transform.recomputes != "none" for transform in plan.transforms
+    )
     in_half = any(getattr(config, name, False) for name in ("bf16", "fp16")) or plan.root.precision.param_dtype
     parameters, gathered, gradients, whole_gradients, state, rest = (table[name] for name in memory.CATEGORIES)
     shards = parameters + gradients + state
     kept_whole = {"no_shard": shards, "optim": gradients + parameters}.get(plan.strategy, parameters)
-    can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.settings.cpu_offload
-    ahead = is_fully_sharded and plan.gathers_ahead
-    by_micro_batch = not plan.settings.reduce_every_micro_batch
+    can_offload = is_fully_sharded and device_type == "cuda" and not own.cpu_offload
+    ahead = is_fully_sharded and own.forward_prefetch + own.backward_prefetch > 0
+    frees = "reshard_after_forward=True"
+    if plan.engine.name == "FSDP2":
+        frees += ", keep_gathered_between_micro_batches='none'"
 
     activations, in_use = rest * (1 - 1 / _num_layers(wrapper.module)), rest + missing_bytes
     freed_bytes, one_unit = gathered * max(0.0, 1 - 2 / num_units), parameters * num_ranks / num_units
-    # Whether each applies, what it is, the field of the plan that another setting asks for, and the bytes.
-    candidates: list[tuple[bool, str, str, float]] = [
-        (True, "half the micro-batch, with twice as many micro-batches", "", in_use / 2),
-        (not recomputes, "recomputation of activations", "recomputes", activations),
-        (not in_half, "computation in bf16 (config.bf16=True)", "", (gathered + in_use) / 2),
-        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared_share * kept_whole),
-        (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed_bytes),
-        (by_micro_batch, "reducing each micro-batch", "reduce_every_micro_batch", spared_share * whole_gradients),
-        (ahead, "no unit gathered ahead", "gathers_ahead", one_unit),
-        (can_offload, "shards on the host", "cpu_offload", shards),
+    by_micro_batch = "reducing each micro-batch (reduce_every_micro_batch=True)"
+    # Whether each applies, what it is with the setting that asks for it, and the bytes.
+    candidates: list[tuple[bool, str, float]] = [
+        (True, "half the micro-batch, with twice as many micro-batches", in_use / 2),
+        (not recomputes, "recomputation of activations (activation_checkpointing='full')", activations),
+        (not in_half, "computation in bf16 (config.bf16=True)", (gathered + in_use) / 2),
+        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", spared_share * kept_whole),
+        (stay_gathered, f"freeing gathered parameters after forward ({frees})", freed_bytes),
+        (not own.reduce_every_micro_batch, by_micro_batch, spared_share * whole_gradients),
+        (ahead, "no unit gathered ahead (forward_prefetch=0, backward_prefetch=0)", one_unit),
+        (can_offload, "shards on the host (cpu_offload=True)", shards),
     ]
-    for applies, setting, field, size in candidates:
+    for applies, setting, size in candidates:
         if applies and size >= 1:
-            yield setting + (f" ({asked_by.get(field)})" if field else ""), int(size)
+            yield setting, int(size)
 
 
 def _num_layers(module: nn.Module) -> int:

@@ -16,7 +16,7 @@ from .finalize_model_grads import finalize_model_grads
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from .groups import Ranks
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 
 __all__ = [

@@ -17,6 +17,7 @@ from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, check_chunks
 from .groups import managed_parameters
+from .step import Call, Phase
 
 
 def finalize_model_grads(
@@ -58,7 +59,7 @@ def finalize_model_grads(
                 f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
                 "divided either by the number of ranks or by the number of tokens: give both or neither"
             )
-        chunk.gradient_state.check_may_finalize()
+        chunk.step.check(Call.FINALIZE)
     for chunk in model:
         chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
@@ -69,10 +70,10 @@ def finalize_model_grads(
         for chunk in model:
             chunk.scale_gradients(scaling_factor)
     for chunk in model if force_all_reduce else ():  # last, of what nothing sums or scales any more
-        chunk.engine.gather_gradients()
+        chunk.engine.gradients.gather()
     end_step([module for chunk in model for module in chunk.counting_modules], model[0].process_group)
     for chunk in model:
-        chunk.gradient_state.note_finalized()
+        chunk.step.enter(Phase.FINALIZED)
 
 
 @torch.no_grad()
@@ -141,7 +142,7 @@ def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
         for name, parameter in unwrap_model(chunk).named_parameters():
             if not (getattr(parameter, "shared_embedding", False) and parameter.requires_grad):
                 continue
-            gradient, own_range = chunk.engine.gradient(parameter), kept_range(parameter)
+            gradient, own_range = chunk.engine.gradients.of(parameter), kept_range(parameter)
             if gradient is None or (own_range is not None and own_range[0].numel() != gradient.numel()):
                 raise ParallelConfigError(
                     f"this rank has no gradient of {name} for its part of the weight, which the first and the last "
@@ -173,7 +174,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], tp_gro
                     "nothing says which ranks; give finalize_model_grads tp_group or pg_collection, or initialise "
                     "core.parallel_state"
                 )
-            gradient = chunk.engine.gradient(parameter)
+            gradient = chunk.engine.gradients.of(parameter)
             if gradient is not None:
                 by_dtype[gradient.dtype].append(gradient)
     is_reproducible = any(chunk.plan.settings.reproducible_across_ranks for chunk in model)

@@ -115,7 +115,7 @@ def is_summed_later(parameter: torch.Tensor, stages: dist.ProcessGroup | None) -
 
 def managed_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields each parameter once, under its first name, without those that settings ignore."""
-    return ((name, parameter) for name, parameter in module.named_parameters() if kind_of(parameter) != "ignored")
+    return ((name, p) for name, p in module.named_parameters() if getattr(p, LEFT_OUT, None) != "ignored")
 
 
 LEFT_OUT = "left_out_of_sharding"

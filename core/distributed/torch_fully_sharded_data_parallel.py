@@ -20,11 +20,11 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig, Eng
 from .fsdp2.fsdp2_engine import Fsdp2Engine
 from .groups import Ranks
 from .model.initial_values import parameter_attributes_kept
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
-    """Parameters, gradients and optimizer state sharded over the group (ZeRO-3), by PyTorch's `fully_shard`.
+    """Shards parameters, gradients and optimizer state over the group (ZeRO-3), by PyTorch's `fully_shard`.
 
     Parameters become DTensors on dim 0 and keep Megatron's attributes; ``param.grad`` is sharded so too. With fp32
     parameters and ``config.bf16`` or ``fp16`` the fp32 shard is the master copy: it is cast for the all-gather, and
@@ -73,12 +73,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         mp_policy: MixedPrecisionPolicy | None = None,
         initializes: bool = True,
     ) -> None:
-        plan = self._make_plan(
-            module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
+        super().__init__(
+            config, ddp_config, module, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
-        super().__init__(config, module, ddp_config, plan)
-        model = unwrap_model(module)
-        engine = Fsdp2Engine(plan, module, model, self.gradient_state, initializes=initializes)
+        engine = Fsdp2Engine(self.plan, module, unwrap_model(module), self.step, initializes=initializes)
         self._set_engine(engine, lives_with_module=True)
         # Whether a hook of the module calls `note_forward`. `let_module_be_called` sets it; never cleared.
         self._is_called_by_module = False
@@ -118,7 +116,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             recurse: False sets it for the root unit alone, as torch does.
         """
         if recurse:
-            self.engine.set_sync(requires_gradient_sync)
+            self.engine.gradients.set_sync(requires_gradient_sync)
         else:
             FSDPModule.set_requires_gradient_sync(self.engine.fsdp_modules[0], requires_gradient_sync, recurse=False)
 

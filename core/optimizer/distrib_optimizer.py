@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
 from ..base.module_protocol import unwrap_model
+from ..base.parameters import elements_of
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks
-from ..distributed.engine.owners import owner_of
+from ..distributed.engine.engine import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
@@ -54,14 +55,14 @@ class MainRange(MainParam):
     buffer, which `check_storage` checks."""
 
     def __post_init__(self) -> None:
-        self._run = self.engine.elements_of(self.param, self.start, self.end)
+        self._run = elements_of(self.param, self.start, self.end)
         super().__post_init__()
 
     def local(self) -> Tensor:
         return self._run
 
     def local_gradient(self) -> Tensor | None:
-        return self.engine.gradient(self.param)
+        return self.engine.gradients.of(self.param)
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         plan = self.engine.plan.over_ranks_of(kind_of(self.param))
@@ -102,7 +103,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            wrapper.engine.publish()
+            wrapper.engine.parameters.publish()
 
 
 def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool = True) -> list[MainParam]:
@@ -193,7 +194,7 @@ def get_megatron_optimizer(
     model_groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
     model_groups = model_groups if pg_collection is None else pg_collection.filled_from(model_groups)
     for wrapper in wrappers:
-        wrapper.engine.settle()
+        wrapper.engine.parameters.settle()
     builder = _rule_builder(config, config_overrides)
 
     def make_groups(params: Sequence[MainParam]) -> list[dict[str, Any]]:

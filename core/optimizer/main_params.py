@@ -22,9 +22,9 @@ from ..base.dtypes import LOW_PRECISION
 from ..base.errors import OptimizerError
 from ..base.parameters import local_part
 from ..comm.lane import HostRead
-from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view, noting_copy
 from ..distributed.engine.gradients import read_gradient
+from ..distributed.step_marks import reject_replaced
 
 
 @dataclass(eq=False)

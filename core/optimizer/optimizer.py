@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..base.errors import OptimizerError
 from ..base.module_protocol import unwrap_model
-from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
-from ..distributed.engine.owners import owner_of
-from ..distributed.gradient_state import Phase
+from ..distributed.engine.engine import owner_of
+from ..distributed.step import Phase
+from ..distributed.step_marks import note_own_optimizer
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler, PendingOutcome, StepOutcome
@@ -64,8 +64,8 @@ class MegatronOptimizer(OptimizerState):
         self._wrappers = wrappers
         for wrapper in wrappers:
             wrapper.updated_parameters.update(p.param for p in params)
-        # Parameters whose storage is checked here, because their engine's `check_step` does not.
-        checking = [wrapper for wrapper in wrappers if wrapper.engine.checks_placement]
+        # Parameters whose storage is checked here, because their wrappers' guards do not.
+        checking = [wrapper for wrapper in wrappers if wrapper.engine.places]
         self._checked_here: Final = [p for p in params if owner_of(p.param) not in checking]
         # Whether the norm stays in double, instead of being rounded to fp32.
         self._is_double: Final = bool(params) and all(p.main.dtype == torch.float64 for p in params)
@@ -77,9 +77,6 @@ class MegatronOptimizer(OptimizerState):
         # Whether a step was started and `finish_step` was not called since. `start_step` sets it, `finish_step` clears
         # it.
         self._has_unfinished_step = False
-        # The phase of each wrapper's gradients before the last update. `start_step` sets it; `_conclude` restores the
-        # phases if the device skipped the update.
-        self._phases: list[Phase] = []
 
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:  # type: ignore[override]
         """Makes one update, or skips it on all ranks, and waits until the device has decided.
@@ -157,7 +154,6 @@ class MegatronOptimizer(OptimizerState):
             self._multiply_gradients(grads, torch.where(is_finite, factor, torch.ones_like(factor)))
 
         # Update.
-        self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
         self._update(grads, is_finite)
         if self.average is not None:
             self.average.note_update(is_finite)
@@ -167,14 +163,14 @@ class MegatronOptimizer(OptimizerState):
         for wrapper in self._wrappers:
             wrapper.engine.updated()
             if self.grad_scaler is not None:
-                wrapper.gradient_state.note_unscaled()
+                wrapper.step.enter(Phase.UNSCALED)
 
     def _check_may_step(self) -> None:
         self.check_whole()
         if self.average is not None:
             self.average.check_may_step()
         for wrapper in self._wrappers:
-            wrapper.engine.check_step(type(self).__name__)
+            wrapper.check_step(type(self).__name__)
             _check_updated(wrapper)
         for p in self._checked_here:
             p.check_storage()
@@ -182,7 +178,7 @@ class MegatronOptimizer(OptimizerState):
     def _multiply_gradients(self, grads: Sequence[Tensor | None], factor: Tensor) -> None:
         multiply_gradients([grad for grad in grads if grad is not None], factor)
         for wrapper in self._wrappers:
-            wrapper.engine.gather_gradients(again=True)
+            wrapper.engine.gradients.gather(again=True)
 
     def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
         """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""
@@ -222,8 +218,8 @@ class MegatronOptimizer(OptimizerState):
             self.grad_scaler.update(not outcome.has_update)
         if not outcome.has_update:
             take_back_step(self.optimizer, pending.params)
-            for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
-                wrapper.gradient_state.note_skipped(phase)
+            for wrapper in self._wrappers:
+                wrapper.step.undo_unscaled()
         elif self.average is not None:
             self.average.num_averaged += 1
         on_outcome, self._on_outcome = self._on_outcome, None
@@ -245,8 +241,8 @@ class MegatronOptimizer(OptimizerState):
         self.finish_step()
         self._written_params.refresh_masters()
         for wrapper in self._wrappers:
-            wrapper.engine.check_may_write_shards()
-            wrapper.engine.settle()
+            wrapper.engine.parameters.check_may_write()
+            wrapper.engine.parameters.settle()
         for p, other in zip(self._params, others, strict=True):
             before = p.main.clone()
             p.main.copy_(other)
@@ -288,8 +284,9 @@ def _check_updated(wrapper: _BaseDataParallel) -> None:
     Raises:
         OptimizerError: names the parameter.
     """
+    updated = wrapper.updated_parameters
     for name, param in unwrap_model(wrapper).named_parameters():
-        if param.requires_grad and param not in wrapper.updated_parameters and owner_of(param) is wrapper:
+        if param not in updated and param.requires_grad and owner_of(param) is wrapper:
             raise OptimizerError(
                 f"parameter {name} was made trainable after the optimizer was built, which does not update it; build "
                 "the optimizer while it is trainable, and freeze it afterwards"

@@ -55,7 +55,7 @@ class RunState:
         """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
         for chunk in self.chunks:
             if isinstance(chunk, _BaseDataParallel):
-                chunk.engine.settle()
+                chunk.engine.parameters.settle()
         model = {name: t for chunk in self.chunks for name, t in model_state_dict(unwrap_model(chunk)).items()}
         return named_for_checkpoint(model, self.optimizer.state_tensors())
 

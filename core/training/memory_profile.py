@@ -174,7 +174,7 @@ class _Notes:
         for module in self._model.module.modules():
             yield module.register_forward_pre_hook(self.take)
             yield module.register_forward_hook(self._after_forward)
-        for parameter in self._model.engine.gradient_receivers():
+        for parameter in self._model.engine.parameters.receivers():
             if parameter.requires_grad:
                 yield parameter.register_post_accumulate_grad_hook(self._note_gradient)
 

@@ -23,7 +23,7 @@ from ..base.module_protocol import unwrap_model
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ..dist_checkpointing.gathering import TensorStream
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads, wrap_model
-from ..distributed.plan.unit_choice import CONTAINERS
+from ..distributed.plan.units import CONTAINERS
 from ..optimizer import OptimizerConfig, get_megatron_optimizer
 
 Loss = Callable[[nn.Module, int], torch.Tensor]

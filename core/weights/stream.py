@@ -26,7 +26,7 @@ from ..dist_checkpointing.agreement import Ranks, held_parts
 from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream, move, owners_of, plan_transfers
 from ..dist_checkpointing.model_state import model_state_dict, stages_state_dict
 from ..distributed import _BaseDataParallel
-from ..distributed.gradient_state import Phase
+from ..distributed.step import Phase
 from .names import Adapters, Names, outgoing
 
 _NUM_LISTED = 5
@@ -108,12 +108,12 @@ class WeightStream(TensorStream):
             CheckpointError: on all ranks: the model has other tensors than before, or shows others.
         """
         for wrapper in (stage for stage in self.wrappers if isinstance(stage, _BaseDataParallel)):
-            if wrapper.gradient_state.phase is Phase.ACCUMULATING:
+            if wrapper.step.phase is Phase.ACCUMULATING:
                 raise ShardstackError(
                     "a stream of weights was started in mid-step, after a backward; finish the step first "
                     "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
                 )
-            wrapper.engine.settle()
+            wrapper.engine.parameters.settle()
         self.ranks.on_all(self._look_up)
 
     def _own_views(self) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ from tests.compositions.model import build, expert_parallel_size
 from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, scheduler_of, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Training
-from tests.unit._runs import Curve, _whole, in_precision
+from tests.unit._runs import Curve, in_precision
+from tests.unit._whole import assembled
 
 
 class Wrapped(Training):
@@ -186,7 +187,7 @@ class Wrapped(Training):
     def finish(self) -> Curve:
         """Does the same with whole gradients, and with a check of the stream of weights."""
         super().finish()
-        self.curve.gradients = self._whole(self._gradients)
+        self.curve.gradients = assembled(self._gradients)
         if self._stream is not None:
             self._check_stream(self._stream)
         return self.curve
@@ -194,9 +195,9 @@ class Wrapped(Training):
     def _check_stream(self, stream: WeightStream) -> None:
         sent = {name: tensor.clone() for name, tensor in stream}
         for wrapper in self.wrappers:
-            wrapper.engine.settle()
+            wrapper.engine.parameters.settle()
         held = {name: t for m in self._modules for name, t in m.state_dict(keep_vars=True).items()}
-        held = self._whole({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
+        held = assembled({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
         wrong = [name for name in held.keys() & sent.keys() if not torch.equal(held[name], sent[name].to(held[name]))]
         assert not wrong, f"a stream that was kept over steps sends other values of {sorted(wrong)}"
         known = {name for name in held if name in self.curve.masters or name in self.curve.buffers}
@@ -211,17 +212,14 @@ class Wrapped(Training):
             tensors = module.state_dict(keep_vars=True)
             for name, _ in module.named_parameters():
                 views[name] = state.get(f"master.{name}", whole_view(tensors[name]))
-        return self._whole(views)
+        return assembled(views)
 
     def _buffers(self) -> dict[str, Tensor]:
         found = {}
         for module in self._modules:
             tensors, names = module.state_dict(), {name for name, _ in module.named_buffers()}
             found |= {name: whole_view(tensor) for name, tensor in tensors.items() if name in names}
-        return self._whole(found)
-
-    def _whole(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        return _whole(views)
+        return assembled(found)
 
     @property
     def _scale(self) -> float:

@@ -26,8 +26,7 @@ from core.training.config.build import build_config
 from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
 from core.transformer.pipeline_stages import pipeline_stage
-from tests.functional._pipelines import whole
-from tests.unit._runs import _whole
+from tests.unit._whole import assembled
 
 BEFORE, AFTER = 2, 2
 """Steps that a writer makes before its checkpoint, and that it and every reader make after it."""
@@ -243,7 +242,7 @@ class _Run:
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Returns every tensor of model and optimizer, whole, on every rank."""
-        return (whole if self.site.pp else _whole)(state_tensors(self.state))
+        return assembled(state_tensors(self.state))
 
     def differing(self, expected: Mapping[str, torch.Tensor], *, anywhere: bool = False) -> list[str]:
         """Returns the tensors whose elements on this rank, or with `anywhere` on some rank, are not the expected ones,

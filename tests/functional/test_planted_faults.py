@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from core.comm.lane import CommLane
 from core.distributed import _BaseDataParallel, finalize_model_grads
-from core.distributed.engine.bucket_reduction import BucketReduction
+from core.distributed.engine.gradients import BucketReduction
 from core.distributed.flat.unit import Unit
 from core.distributed.fsdp2.unit_collectives import UnitAllGather
 from core.optimizer.distrib_optimizer import MainRange

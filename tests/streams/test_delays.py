@@ -16,7 +16,7 @@ from torch import nn
 from core.base.parameters import local_part
 from core.comm import collectives
 from core.comm.lane import CommLane, Handle
-from core.distributed.engine.bucket_reduction import BucketReduction
+from core.distributed.engine.gradients import BucketReduction
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._lane import lanes_that
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
@@ -101,7 +101,7 @@ def _trained(device: str, case: Delayed) -> list[torch.Tensor]:
                     _backward(model, device, step)
             _backward(model, device, step)
             optimizer.step()
-        model.engine.settle()
+        model.engine.parameters.settle()
     return [local_part(p).cpu().clone() for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.comm import streams
 from core.dist_checkpointing.saving import HostStaging
-from core.distributed.engine.bucket_reduction import BucketReduction
+from core.distributed.engine.gradients import BucketReduction
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
 from tests.streams.steps import Case, groups_of, inputs, make_step, train, wrapped
@@ -127,7 +127,7 @@ def _reads_gradients(case: Case) -> None:
             model(inputs(case)).float().sum().backward()
             model.finish_grad_sync()
             for group in model.engine.buckets:
-                group.local_grad_shard.clone()
+                group.grads.shard.clone()
 
 
 def test_the_host_reads_offloaded_gradients_once_they_are_there() -> None:

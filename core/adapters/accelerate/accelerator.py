@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...base.module_protocol import unwrap_model
 from ...distributed import _BaseDataParallel
-from ...distributed.engine.owners import owner_of
+from ...distributed.engine.engine import owner_of
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of
 from .prepared import PreparedOptimizer, ShardstackPlugin, prepare_optimizer
@@ -152,7 +152,7 @@ class ShardstackAccelerator(Accelerator):
             trained.check_complete(parameters)
         elif len(models := self._prepared()) == 1:
             # Copies that FSDP2 has gathered know no wrapper.
-            copies = {id(copy) for copy in models[0].wrapper.engine.gradient_receivers()}
+            copies = {id(copy) for copy in models[0].wrapper.engine.parameters.receivers()}
             trained = models[0] if any(id(parameter) in copies for parameter in parameters) else None
         if trained is not None:
             trained.finish_sums()

@@ -17,7 +17,7 @@ from torch import nn
 from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
-from ...distributed.model.unfit_models import reject_wrapped
+from ...distributed.guards import reject_wrapped
 from ...optimizer import MegatronOptimizer
 from ...rendezvous import default_group
 from ..bridge.sharding import data_parallel_mesh, units_by_class

@@ -101,7 +101,7 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
         keep: whether this rank needs them; else it gets an empty dict.
     """
     if isinstance(model, _BaseDataParallel):
-        model.engine.settle()
+        model.engine.parameters.settle()
     receivers = [rank for rank, keeps in enumerate(Ranks().all_gather(keep)) if keeps]
     stream = TensorStream(model_state_dict(unwrap_model(model)), receivers=receivers)
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
@@ -113,6 +113,6 @@ def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, T
     Raises:
         CheckpointError: names that only one of them has, but for tied ones; before anything is changed.
     """
-    wrapper.engine.settle()
+    wrapper.engine.parameters.settle()
     load_model_state_dict(unwrap_model(wrapper), state_dict)
     wrapper.engine.updated()

@@ -21,7 +21,7 @@ from ... import parallel_state
 from ...base import device
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.text import choices
-from ...distributed.plan.unit_choice import CONTAINERS
+from ...distributed.plan.units import CONTAINERS
 from ...rendezvous import default_group
 
 TENSOR_AXES = ("tensor_parallel", "tp")

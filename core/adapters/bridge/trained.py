@@ -19,7 +19,7 @@ from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
-from ...distributed.engine.owners import owner_of
+from ...distributed.engine.engine import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from ...optimizer.clip_grads import clip_coefficient, multiply_gradients
 from ...optimizer.distrib_optimizer import collect_main_params, gradient_statistics
@@ -254,9 +254,9 @@ class GradientNorm:
             torch._foreach_clamp_max_(present, limit)
 
     def _gradients(self) -> list[Tensor | None]:
-        if not self._wrapper.gradient_state.is_reduced:
+        if not self._wrapper.step.is_reduced:
             raise OptimizerError(
-                f"gradients are {self._wrapper.gradient_state.phase.value} where they were to be measured or clipped; "
+                f"gradients are {self._wrapper.step.phase.value} where they were to be measured or clipped; "
                 "do it after the last backward of a step, which reduces them, and before the optimizer's step"
             )
         return [param.local_gradient() for param in self._params]
@@ -300,7 +300,7 @@ class Trained:
 
     def finish_sums(self) -> None:
         """Makes summed gradients global, once a step: on every rank the result, or its shard of it."""
-        if self.wrapper.gradient_state.is_reduced:
+        if self.wrapper.step.is_reduced:
             return
         self.wrapper.finish_grad_sync()
         if not self.loss_is_global and (ranks := self.wrapper.process_group.size()) > 1:
@@ -339,5 +339,5 @@ class Trained:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
-        self.wrapper.engine.settle()
+        self.wrapper.engine.parameters.settle()
         return model_state_dict(unwrap_model(self.wrapper))

@@ -31,9 +31,9 @@ from ...distributed import (
 )
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from ...distributed.fully_sharded_data_parallel_config import config_class as class_for_strategy
-from ...distributed.gradient_state import Phase
 from ...distributed.groups import Ranks, whole_group
-from ...distributed.plan.unit_choice import UnitChoice
+from ...distributed.plan.units import UnitChoice
+from ...distributed.step import Phase
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
@@ -155,12 +155,12 @@ class ShardedInPlace(TorchFullyShardedDataParallel):
         super().__init__(*args, **kwargs)
         self.module.register_forward_pre_hook(self._forget_failure, prepend=True)
         self.let_module_be_called()
-        self.engine.adds_always = True
+        self.engine.gradients.adds_always = True
 
     def _forget_failure(self, module: nn.Module, args: Any) -> None:
         """Ends a step whose backward raised, once an optimizer has set every gradient to None."""
-        self.engine.recover()
-        if self.gradient_state.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
+        self.engine.gradients.recover()
+        if self.step.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
             self.zero_grad_buffer()
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
-from ...distributed.gradient_state import Phase
+from ...distributed.step import Phase
 from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
 from . import shared
@@ -108,7 +108,7 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
         super().backward(tensor, module, *args, **kwargs)
         for trained in self._trained.values():  # in one order on all ranks
             wrapper = trained.wrapper
-            if wrapper.gradient_state.phase is Phase.ACCUMULATING and wrapper.syncs_gradients:
+            if wrapper.step.phase is Phase.ACCUMULATING and wrapper.syncs_gradients:
                 finalize_model_grads([wrapper])
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -29,8 +29,8 @@ from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
-from ...distributed.gradient_state import Phase
-from ...distributed.plan.unit_choice import UnitChoice
+from ...distributed.plan.units import UnitChoice
+from ...distributed.step import Phase
 from ...rendezvous import default_group
 from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import load_trained, save_trained
@@ -195,7 +195,7 @@ class ZeroesThroughWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""
         # Zeroing again, between forward and backward, would gather again.
-        if self.wrapper.gradient_state.phase is not Phase.ZEROED:
+        if self.wrapper.step.phase is not Phase.ZEROED:
             self.wrapper.zero_grad_buffer()
 
 

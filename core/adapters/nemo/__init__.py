@@ -28,8 +28,8 @@ from ...distributed.distributed_data_parallel_config import (
     shards_parameters,
 )
 from ...distributed.fully_sharded_data_parallel_config import Reshard
-from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.plan.unit_choice import CONTAINERS
+from ...distributed.guards import reject_wrapped
+from ...distributed.plan.units import CONTAINERS
 from ..bridge.sharding import check_classes_are_in, import_classes_from_paths, mesh_axes
 from ..bridge.translation import FSDP2, check_settings, config_of, wrap_for_trainer
 from .tensor_parallel_plan import Plan, cut_as_planned, get_hf_tp_shard_plan, translate_to_torch_parallel_style

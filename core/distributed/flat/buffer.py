@@ -12,6 +12,7 @@ from ...base.host_memory import AS_HOST_MEMORY, ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
 from ..plan import PieceKind, PiecePlan, Plan
+from ..plan.layout import BucketLayout
 from .grad_slot import GradSlot
 
 _KEPT_GRADS = 2
@@ -92,6 +93,17 @@ class FlatBuffer:
         return whole, whole.chunk(self.plan.num_shards)[self.plan.shard_index]
 
 
+def zero_padding(data: Tensor, layout: BucketLayout) -> None:
+    """Zeros the gaps between parameters in a bucket's `data` `[numel]`, so that they change no sum, norm or update."""
+    before, gaps = 0, []
+    for start, end in (*layout.ranges, (len(data), 0)):
+        if start > before:
+            gaps.append(data[before:start])
+        before = end
+    if gaps:
+        torch._foreach_zero_(gaps)
+
+
 class PlacedParams:
     """Parameters of one bucket and their places in a flat buffer, which is cut evenly over ranks there.
 
@@ -114,46 +126,29 @@ class PlacedParams:
     def __init__(self, buffer: FlatBuffer, plan: PiecePlan, slots: Sequence[GradSlot]) -> None:
         # All fixed: the plan gives each parameter its place, once.
         self.buffer, self.offset, self.numel, self.slots = buffer, plan.layout.start, plan.elements, slots
-        self._slot_of = {slot.param: slot for slot in slots}
         first, last = slots[0].name, slots[-1].name
         # In messages, and in the record of collectives; fixed.
         self.name = f"bucket {first}" + (f" to {last}" if last != first else "")
-        ends, starts = [0, *(slot.end for slot in slots)], [*(slot.start for slot in slots), self.numel]
-        # Padding, ``[start, end)`` in the bucket; fixed.
-        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
         # `param_data` is a view of the buffer's. Under ZeRO-3 it is `local_param_shard` itself if one rank has all,
         # else memory of the unit's slot, in the dtype of computation: the unit sets it when it gets a slot, and the
         # lane writes it during a gather.
         self.param_data, self.local_param_shard = buffer.cut_params(plan)
         if buffer.param_data is not None:
-            self._adopt_values()
+            zero_padding(self.param_data, plan.layout)
+            for slot in slots:  # one at a time, so that no second copy of the model exists at any moment
+                view = slot.view_of(self.param_data)
+                view.copy_(slot.param.detach())
+                slot.param.data = view
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters, in the order of their places."""
-        return list(self._slot_of)
+        return [slot.param for slot in self.slots]
 
     @property
     def param_to_index(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's elements, ``[start, end)``, counted from the beginning of the bucket."""
         return {slot.param: (slot.start, slot.end) for slot in self.slots}
-
-    def slot_of(self, param: nn.Parameter) -> GradSlot:
-        """Returns the place of a parameter's gradient."""
-        return self._slot_of[param]
-
-    def zero_padding(self, data: Tensor) -> None:
-        """Zeros the gaps between parameters in `data` `[numel]`, so that they change no sum, norm or update."""
-        if self._gaps:
-            torch._foreach_zero_([data[start:end] for start, end in self._gaps])
-
-    def _adopt_values(self) -> None:
-        """Moves parameters one at a time, so that no second copy of the model exists at any moment."""
-        self.zero_padding(self.param_data)
-        for slot in self.slots:
-            view = slot.view_of(self.param_data)
-            view.copy_(slot.param.detach())
-            slot.param.data = view
 
     def place_params(self, memory: Tensor, skip: Callable[[Tensor], bool] | None = None) -> None:
         """Makes the parameters views of `memory` `[numel]`, except those for which `skip` is true."""
@@ -172,11 +167,5 @@ class PlacedParams:
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields for each parameter: the parameter, this rank's elements of it (flat), and the first one's index."""
-        length = self.local_param_shard.numel()
-        begin = length * self.buffer.plan.groups.shard.rank()
         for slot in self.slots:
-            first, last = max(slot.start, begin), min(slot.end, begin + length)
-            if first < last:
-                yield slot.param, self.local_param_shard[first - begin : last - begin], first - slot.start
-            else:
-                yield slot.param, self.local_param_shard[:0], 0
+            yield slot.param, self.local_param_shard[slice(*slot.kept)], slot.first

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...base.device import current_device
-from ...base.errors import OptimizerError, ShardstackError, WrapError
+from ...base.errors import ShardstackError, WrapError
 from ...base.memory_categories import Held
-from ...base.parameters import kept_range, without_waiting
+from ...base.parameters import without_waiting
 from ...comm.collectives import allocator
 from ...comm.lane import comm_lane
-from ...diagnostics.step_marks import replaced_parameters_marked
-from ..engine.bucket_reduction import BucketReduction
-from ..engine.engine import Engine
-from ..engine.gradients import UNREADABLE, is_unreadable
-from ..gradient_state import GradientState, Phase
+from ..engine.engine import Engine, Gradients, Parameters
+from ..engine.gradients import BucketReduction, UnreadableGradient, is_unreadable
 from ..groups import ParameterKind, managed_parameters, twin_group
 from ..model.initial_values import InitialValues
 from ..plan import Plan
+from ..step import Phase, Step
+from ..step_marks import replaced_parameters_marked
 from .bucket import Bucket
 from .buffer import FlatBuffer
 from .sharded_parameters import ShardedParameters
-from .steps import ParamPlacement, ReductionSchedule, ShownGradients, shows_main_grad
+from .steps import ReductionSchedule, ShownGradients, shows_main_grad
 from .unit import Unit, build_units
 from .whole_parameters import WholeParameters
 
@@ -41,29 +40,22 @@ class FlatEngine(Engine):
     ZeRO-3).
 
     Args:
+        module, model, state: as of `Gradients`.
         finish: called at the end of each backward outside `no_sync`, with ``finish_in_backward``; a bound method,
             which is not kept alive.
 
     Attributes:
         units: buckets whose parameters are gathered together, in the plan's order, the root last.
         buckets: all buckets with gradients, in the order in which they leave.
+        bucket_at: all buckets, by their place in the buffers of the plan.
         buffers: own all memory of gradients, and of parameters or their shards if a strategy shards.
-        parameters: how parameters are kept: whole, or in shards that are gathered.
-        placement: where parameters were when the model was wrapped. `parameters` tells it when it moves them.
     """
 
-    checks_placement = True
+    gradients: FlatGradients
 
     def __init__(
-        self,
-        plan: Plan,
-        module: nn.Module,
-        model: nn.Module,
-        state: GradientState,
-        finish: Callable[[], None] | None = None,
+        self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, finish: Callable[[], None] | None = None
     ) -> None:
-        super().__init__(plan, module, model, state)
-        self._is_sharded = not plan.is_replicated
         with replaced_parameters_marked(module):
             start = InitialValues(module, plan.groups, from_first_rank=plan.settings.sync_module_states)
             start.equalize()  # replicas that start different would stay different
@@ -72,38 +64,35 @@ class FlatEngine(Engine):
                 start.fill()
         named_params = dict(model.named_parameters())
         self.buffers: list[FlatBuffer] = []
-        # All buckets, by their place in the buffers of the plan; fixed, as everything that `_build` makes.
         self.bucket_at: dict[tuple[int, int], Bucket] = {}
-        self._build(named_params)
+        gradients = FlatGradients(plan, module, model, state)
+        self._build(plan, named_params, gradients)
         self.buckets = [self.bucket_at[place] for place in plan.reduction_order]
-        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
+        # Their slots own the memory that parameters are gathered into.
         on = next((param.device for param in named_params.values()), current_device())
         allocate = allocator(plan.groups.shard, on, registers=plan.settings.nccl_ub)
         self.units = build_units(plan, self.bucket_at, allocate)
-        self.parameters: WholeParameters | ShardedParameters
+        parameters: Parameters
         if plan.shards_parameters:
-            self.parameters = ShardedParameters(
-                plan, model, self.units, self.buffers, start, comm_lane(on), self._note_moved, self._note_skipped
+            parameters = ShardedParameters(
+                plan, model, self.units, self.buffers, start, comm_lane(on), self._note_moved, gradients.note_skipped
             )
         else:
-            self.parameters = WholeParameters(plan, module, self.units)
-        slots = ((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
-        self.placement = ParamPlacement(model, slots)
-        # Sends buckets and knows which have left; `_drop_gradients` and `reopen` restart it.
-        self._schedule = ReductionSchedule(self.buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
-        # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
-        self._shown_gradients = ShownGradients(self._bucket_of, self._is_sharded)
-        self._take_gradients()
-        self.parameters.invalidate()
+            parameters = WholeParameters(plan, module, self.units)
+        super().__init__(plan, parameters, gradients)
+        # Of each parameter in a bucket, and of those of units that have moved since. `_note_moved` sets both.
+        self._names: dict[nn.Parameter, str] = {}
+        self.places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
+        self._note_moved((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
+        gradients.take_from_backward(self.buckets, parameters, finish)
+        parameters.invalidate()
 
-    def _build(self, named_params: Mapping[str, nn.Parameter]) -> None:
+    def _build(self, plan: Plan, named_params: Mapping[str, nn.Parameter], gradients: FlatGradients) -> None:
         """Builds buffers and buckets as planned.
 
         Where parameters are sharded, gradients are reduced in another group and lane than parameters are gathered in:
         neither waits for the other.
         """
-        plan = self.plan
         # All that is trained is on one device (`reject_unfit`); what is frozen may be elsewhere.
         device = next((param.device for param in named_params.values() if param.requires_grad), current_device())
         has_twins = plan.shards_parameters and plan.num_shards > 1
@@ -121,74 +110,82 @@ class FlatEngine(Engine):
                 elif has_twins:
                     groups = replace(groups, shard=twin_group(groups.shard))
                 over_ranks = replace(over_ranks, groups=groups)
-                reductions[kind] = BucketReduction(over_ranks, lane, self._inspect, self.tree)
+                reductions[kind] = BucketReduction(over_ranks, lane, gradients.inspect, gradients.tree)
             buffer = FlatBuffer(plan, pieces, on, allocate)
             self.buffers.append(buffer)
             for piece in pieces:
                 self.bucket_at[piece.bucket] = Bucket(buffer, piece, named_params, reductions[kind])  # type: ignore[index]
 
-    def _take_gradients(self) -> None:
-        """Lets backwards bring their gradients to the buckets."""
-        for param, bucket in self._bucket_of.items():
+    def _note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, param in params:
+            self._names[param], self.places[param] = name, (param.data_ptr(), param.dtype)
+
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        return self._names
+
+    def find_assigned_gradient(self) -> str:
+        assigned = self.gradients.shown.find_written()
+        return "" if assigned is None else assigned.name
+
+    def prepare_direct_step(self, optimizer: str) -> None:
+        if not self.plan.is_replicated:
+            raise ShardstackError(
+                f"{optimizer} was to step parameters whose gradients {self.plan.caller} shards over ranks: it "
+                "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
+                "strategy 'no_shard'"
+            )
+
+
+class FlatGradients(Gradients):
+    """Gradients in flat buckets, and ``param.grad``, which shows them from their reduction to a step.
+
+    It exists before the buckets, which ask it to inspect gradients, and takes them by `take_from_backward`.
+    """
+
+    def take_from_backward(
+        self, buckets: Sequence[Bucket], parameters: Parameters, finish: Callable[[], None] | None
+    ) -> None:
+        """Lets backwards bring their gradients to the buckets. Called once, when these are built.
+
+        Args:
+            buckets: all with gradients, in the order in which they leave.
+            finish: as of `FlatEngine`.
+        """
+        plan, self._is_sharded = self.plan, not self.plan.is_replicated
+        self._buckets, self._parameters = buckets, parameters
+        self._place_of = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        # Sends buckets and knows which have left; `_drop` and `reopen` restart it.
+        self._schedule = ReductionSchedule(buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
+        # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
+        self.shown = ShownGradients(self._place_of, self._is_sharded)
+        take = _weakly(self._take, plan.caller)
+        for param, (bucket, slot) in self._place_of.items():
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(_weakly(self._take_gradient, self.plan.caller))
-            if self.plan.settings.lend_gradients:
-                param.lend_gradient_memory = partial(bucket.lend, param)  # type: ignore[attr-defined]
-            if self.plan.settings.layers_add_gradients:
-                bucket.slot_of(param).is_written_by_layer = True
-
-    # ---- parameters
-
-    def settle(self) -> None:
-        self.parameters.settle()
-
-    def updated(self) -> None:
-        self._shown_gradients.hide_after_step()
-        self.parameters.invalidate()
-
-    def publish(self) -> None:
-        if isinstance(self.parameters, WholeParameters):
-            self.placement.check_unless_optimizer_does()
-        self.parameters.publish()
-
-    def invalidate(self) -> None:
-        self.parameters.invalidate()
-
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        with self.parameters.whole():
-            yield
-
-    def check_may_write_shards(self) -> None:
-        self.parameters.check_may_write()
-
-    def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
-        """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
-        update."""
-        values, first = kept_range(param) or (param.detach().view(-1), 0)
-        return values[start - first : end - first] if start < end else values[:0]
-
-    def _note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self.placement.note_moved(params)
-
-    # ---- gradients
+            param.register_post_accumulate_grad_hook(take)
+            if plan.settings.lend_gradients:
+                param.lend_gradient_memory = partial(bucket.lend, slot)  # type: ignore[attr-defined]
+            slot.is_written_by_layer = plan.settings.layers_add_gradients
+        # The parameters whose gradient `zero` clears; a model that was changed since is refused before a step.
+        self._managed = [param for _, param in managed_parameters(self.module)]
 
     def expect_micro_batches(self, count: int, divides_by_ranks: bool) -> None:
         super().expect_micro_batches(count, divides_by_ranks)
         if self.tree is not None:
-            for buffer in self.buffers:
-                buffer.grad_memory.keep_all(self.tree.sets_whole_gradients_aside)
+            for bucket in self._buckets:
+                bucket.buffer.grad_memory.keep_all(self.tree.sets_whole_gradients_aside)
 
-    def _take_gradient(self, param: nn.Parameter) -> None:
+    def _take(self, param: nn.Parameter) -> None:
         """Takes a parameter's gradient when autograd has finished it in one backward.
 
         Raises:
             ShardstackError: the gradient has a graph.
         """
         if self.plan.settings.finish_in_backward and self._schedule.has_lost_a_backward:
-            self._drop_gradients()
-        gradient: Tensor | None = vars(param.grad).pop("added") if is_unreadable(param.grad) else param.grad
+            self._drop()
+        gradient: Tensor | None = param.grad
+        if type(gradient) is UnreadableGradient:  # it has kept what autograd has added to it
+            gradient = vars(gradient).pop("added")
         if gradient is None:
             return
         if gradient.requires_grad:
@@ -196,116 +193,84 @@ class FlatEngine(Engine):
                 f"a backward with create_graph=True reached parameters of a {self.plan.caller}, whose buffers "
                 "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
             )
-        self.gradient_state.note_backward(self.reopen)
+        if self.state.phase is not Phase.ACCUMULATING:
+            self.state.note_backward(self.reopen)
         param.grad = None
-        if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
+        if self.state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return
-        bucket, is_added = self._bucket_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        if not bucket.add_gradient(param, None if is_added else gradient):
-            self.gradient_state.note_late(self._name_of(param))
+        bucket, slot = self._place_of[param]
+        if not bucket.add_gradient(slot, None if param.grad_added_to_main_grad else gradient):  # type: ignore[attr-defined]
+            self.state.enter(Phase.LATE, slot.name)
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         del gradient  # its memory may serve for what the reduction allocates
         self._schedule.note_gradients(bucket, (param,), self.syncs)
 
-    def _inspect(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        self.checks.check(gradients, self.num_steps)
-
-    def _note_skipped(self, unit: Unit) -> None:
+    def note_skipped(self, unit: Unit) -> None:
         """Sends the gradients of a unit that a backward does not reach on this rank."""
         for bucket in unit.buckets:
             if params := [p for p in bucket.params if p.requires_grad]:
                 self._schedule.note_gradients(bucket, params, self.syncs)
 
-    def start_reduction(self) -> None:
-        """Sends every bucket that has not left yet."""
+    def start(self) -> None:
         self._schedule.send_all()
 
-    def finish_reduction(self) -> None:
-        self.settle()
-        self.placement.check_unless_optimizer_does()
-        if not self.gradient_state.is_reduced:
-            self._shown_gradients.take_written()
-        self.start_reduction()
-        for bucket in self.buckets:
+    def finish(self) -> None:
+        self._parameters.settle()
+        if not self.state.is_reduced:
+            self.shown.take_written()
+        self._schedule.send_all()
+        for bucket in self._buckets:
             bucket.finish_grad_sync()
-        try:
-            self._shown_gradients.show()
-        except RuntimeError:  # a parameter of another dtype than its gradient
-            self.placement.check()
-            raise
+        self.shown.show()
 
-    def gather_gradients(self, *, again: bool = False) -> None:
-        super().gather_gradients(again=again)
-        for bucket in self.buckets:
+    def gather(self, *, again: bool = False) -> None:
+        super().gather(again=again)
+        for bucket in self._buckets:
             if bucket.is_whole or not again:
                 bucket.gather_grads()
 
     def reopen(self) -> bool:
-        if self._is_sharded or not all(self.adds_exactly(p) for p in self._bucket_of if shows_main_grad(p)):
+        if self._is_sharded or not all(self.adds_exactly(p) for p in self._place_of if shows_main_grad(p)):
             return False
         self._schedule.restart()
-        for bucket in self.buckets:
-            bucket.open_again([param for param in bucket.params if not shows_main_grad(param)])
+        for bucket in self._buckets:
+            bucket.open_again([slot for slot in bucket.slots if not shows_main_grad(slot.param)])
         return True
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        if not self._is_sharded or parameter not in self._bucket_of:
-            return super().gradient(parameter)
-        bucket = self._bucket_of[parameter]
-        if not (bucket.has_reduced and self._shown_gradients.has_gradient(parameter)):
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        if not self._is_sharded or parameter not in self._place_of:
+            return super().of(parameter)
+        bucket, slot = self._place_of[parameter]
+        if not (bucket.has_reduced and self.shown.has_gradient(parameter)):
             return None
-        return bucket.local_grad(parameter)
+        return bucket.grads.shard[slice(*slot.kept)]
 
-    def check_step(self, optimizer: str) -> None:
-        super().check_step(optimizer)
-        try:
-            self.placement.check_step()
-        except WrapError as error:
-            raise OptimizerError(str(error)) from None
-        if (assigned := self._shown_gradients.find_written()) is not None:
-            raise OptimizerError(
-                f"parameter {self._name_of(assigned)} has a .grad of its own, but the sharding strategy "
-                f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
-                "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
-            )
+    def tensors(self) -> list[Tensor]:
+        return [tensor for bucket in self._buckets for tensor in (bucket.grads.shard, *bucket.grads.accumulators)]
 
-    def check_direct_step(self, optimizer: str) -> None:
-        if self._is_sharded:
-            raise ShardstackError(
-                f"{optimizer} was to step parameters whose gradients {self.plan.caller} shards over ranks: it "
-                "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
-                "strategy 'no_shard'"
-            )
-        self.check_step(optimizer)
-        if any(is_unreadable(param.grad) for param in self._bucket_of):
-            raise ShardstackError(UNREADABLE)
+    def note_step(self) -> None:
+        self.shown.hide_after_step()
 
-    def _name_of(self, param: nn.Parameter) -> str:
-        return self._bucket_of[param].slot_of(param).name
-
-    def gradients(self) -> list[Tensor]:
-        return [tensor for bucket in self.buckets for tensor in (bucket.local_grad_shard, *bucket.accumulators)]
-
-    def _drop_gradients(self) -> None:
+    def _drop(self) -> None:
         self._schedule.give_up()
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.clear_grads()
 
-    def zero_gradients(self) -> None:
-        self.parameters.abandon()
-        self._drop_gradients()
+    def zero(self) -> None:
+        self._parameters.abandon()
+        self._drop()
         with without_waiting():
-            for _, parameter in managed_parameters(self.module):
+            for parameter in self._managed:
                 parameter.grad = None
-                if parameter in self._bucket_of:
-                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            for parameter in self._place_of:
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def held(self) -> dict[Held, list[Tensor]]:
-        memory = [tensor for bucket in self.buckets for tensor in bucket.held()]
-        memory += [t for buffer in self.buffers for t in buffer.grad_memory.kept]
+        memory = [tensor for bucket in self._buckets for tensor in bucket.grads.held()]
+        memory += [t for buffer in {bucket.buffer for bucket in self._buckets} for t in buffer.grad_memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
-        whole = [b.grad_data for b in self.buckets if b.releases_grads and b.grad_data is not None]
-        return {**self.parameters.held(), "gradients": [*memory, *grads], "gradients not reduced yet": whole}
+        whole = [b.grads.whole for b in self._buckets if b.grads.releases and b.grads.whole is not None]
+        return {"gradients": [*memory, *grads], "gradients not reduced yet": whole}
 
 
 def _weakly(method: Callable[..., None], caller: str) -> Callable[..., None]:

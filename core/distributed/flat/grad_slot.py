@@ -41,6 +41,12 @@ class GradSlot:
     accumulates_in_fp32: bool = False
     """``param.main_grad`` is `accumulator`. Its values are rounded into `view` when the bucket is reduced."""
 
+    kept: tuple[int, int] = (0, 0)
+    """Elements ``[start, end)`` of this rank's shard of the bucket that are of this parameter."""
+
+    first: int = 0
+    """Place in the flattened parameter of the first of the elements `kept`."""
+
     accumulator: Tensor | None = None
     """fp32, in the parameter's shape, owned by the slot. None unless `accumulates_in_fp32`. Allocated when a gradient
     arrives, freed by `release`. Where the bucket keeps whole gradients, it stays allocated from step to step."""
@@ -106,8 +112,8 @@ class GradSlot:
 
     def release(self) -> None:
         """Drops the memory, after its values were sent."""
-        self.view = self.accumulator = None
-        self.restart()
+        self.view = self.accumulator = self.param.main_grad = None  # type: ignore[attr-defined]
+        self.counts = False
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 
@@ -116,23 +122,15 @@ class GradSlot:
         self.counts = False
         self.param.main_grad = None  # type: ignore[attr-defined]
 
-    def show(self) -> Tensor:
-        """Sets ``main_grad`` to the slot's memory, which is allocated if it was released."""
-        memory = self._memory()
-        self.param.main_grad = memory  # type: ignore[attr-defined]
-        return memory
-
-    def _memory(self) -> Tensor:
-        """Returns the memory in which the gradient accumulates."""
-        if not self.accumulates_in_fp32:
-            return self._place()
-        if self.accumulator is None:
+    def memory(self) -> Tensor:
+        """Returns the memory in which the gradient accumulates, allocated if it was released."""
+        memory = self.accumulator if self.accumulates_in_fp32 else self.view
+        if memory is not None:
+            return memory
+        if self.accumulates_in_fp32:
             self.accumulator = torch.zeros(self.param.shape, dtype=torch.float32, device=self.param.device)
-        return self.accumulator
-
-    def _place(self) -> Tensor:
-        if self.view is None:
-            self.allocate()
+            return self.accumulator
+        self.allocate()  # calls `hold`
         return self.view  # type: ignore[return-value]
 
     # ---- gradients that arrive
@@ -146,7 +144,7 @@ class GradSlot:
         """
         if self.borrower is not None or self.counts or self.param.dtype != self.main_grad_dtype:
             return None
-        memory = self._memory()
+        memory = self.memory()
         if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
             return None
         self.borrower = current_backward()
@@ -168,7 +166,7 @@ class GradSlot:
 
     def add(self, gradient: Tensor) -> None:
         """Adds a dense or sparse `gradient` into ``main_grad``. Does nothing if it was computed in that memory."""
-        memory = self.show()
+        memory = self.param.main_grad = self.memory()  # type: ignore[attr-defined]
         if gradient.is_sparse:
             if not self.counts:
                 memory.zero_()
@@ -180,12 +178,6 @@ class GradSlot:
         else:
             memory.copy_(gradient)
         self.counts = self.has_arrived = True
-
-    def replace(self, gradient: Tensor) -> None:
-        """Replaces the accumulated gradient by `gradient`."""
-        self.take_back()
-        self.counts = False
-        self.add(gradient)
 
     def note_written_by_layer(self) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
@@ -199,25 +191,22 @@ class GradSlot:
             self.param.main_grad = None  # type: ignore[attr-defined]
         self.counts, self.has_arrived, self.borrower = False, False, None
 
+    def zero(self) -> Tensor:
+        """Exposes zeros as ``main_grad``, to which the next backward adds, or a layer itself. Returns the memory."""
+        self.param.main_grad = memory = self.memory()  # type: ignore[attr-defined]
+        self.counts, self.borrower = True, None
+        return memory.zero_()
+
     def complete(self) -> None:
         """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
-        memory = self.show()
+        memory = self.param.main_grad = self.memory()  # type: ignore[attr-defined]
         if not self.counts:
             memory.zero_()
         self.counts, self.borrower = True, None
         if self.accumulator is not None:
-            self._place().copy_(self.accumulator)
-
-    def note_zeros(self) -> None:
-        """Exposes zeroed memory as ``main_grad``. The next backward adds to values written there before it."""
-        self.show()
-        self.counts = True
-
-    def prepare_for_layer(self) -> None:
-        """Zeros ``main_grad`` for a layer that adds into it itself."""
-        if self.is_written_by_layer:
-            self.show().zero_()
-            self.counts, self.borrower = True, None
+            if self.view is None:
+                self.allocate()
+            self.view.copy_(self.accumulator)  # type: ignore[union-attr]
 
     def take_reduced(self) -> None:
         """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""

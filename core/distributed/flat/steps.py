@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.errors import ShardstackError, WrapError
+from ...base.errors import ShardstackError
 from ...base.parameters import without_waiting
 from ..engine.gradient_tree import GradientTree
 from ..engine.gradients import UnreadableGradient, is_unreadable
-from ..model.unfit_models import reject_changed
 from ..plan import Plan
 from .bucket import Bucket
+from .grad_slot import GradSlot
 
 
 class _Backward:
@@ -52,6 +52,8 @@ class ReductionSchedule:
     ) -> None:
         # All fixed. `_finish` is called at the end of a backward, where each one finishes gradients.
         self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
+        # Whether buckets are sent when their gradients are complete, instead of all at the end.
+        self._sends_early = plan.settings.overlap_grad_reduce or plan.strategy in ("optim_grads", "optim_grads_params")
         # Index of the next bucket to send; earlier buckets were sent in this step. `_send_complete` advances it on
         # autograd's thread, `send_all` on the main thread. `restart` resets it, and so does the end of each backward
         # where each micro-batch is reduced.
@@ -65,7 +67,7 @@ class ReductionSchedule:
         self._is_sending = False
 
     def restart(self) -> None:
-        """Begins a step: no bucket was sent, and no backward is awaited."""
+        """Begins a step, in which no bucket was sent and no backward is awaited."""
         self._next, self._watched_backward, self._is_sending = 0, None, False
 
     def give_up(self) -> None:
@@ -96,7 +98,7 @@ class ReductionSchedule:
         each = self._plan.settings.reduce_every_micro_batch and (self._tree is None or self._tree.reduces)
         if each or (reduces and self._finish is not None):
             self._watch()
-        if self._plan.reduces_during_backward and (reduces or each):
+        if self._sends_early and (reduces or each):
             self._is_sending = True
             for param in params:
                 bucket.note_grad_ready(param)
@@ -117,7 +119,7 @@ class ReductionSchedule:
             if not bucket.has_left:
                 bucket.start_grad_sync()
             self._next += 1
-            if bucket.releases_grads and self._next >= 2 and self._plan.groups.experts is None:
+            if bucket.grads.releases and self._next >= 2 and self._plan.groups.experts is None:
                 # A whole gradient is freed once it is reduced: let at most two reductions run at a time. Ranks that
                 # share experts do not wait here. Where a parameter is unused on some of them, one would wait for a
                 # bucket that others send at the end of their backward, and these for its tokens.
@@ -129,8 +131,11 @@ class ReductionSchedule:
         if self._watched_backward is None or self._watched_backward() is None:
             backward = _Backward()
             self._watched_backward = weakref.ref(backward)
-            for bucket in self._buckets:  # all of them, also those that this backward does not reach on this rank
-                bucket.begin_backward()
+            if self._plan.settings.reduce_every_micro_batch:
+                # Opens all of them, also those that this backward does not reach on this rank: so all ranks send each
+                # bucket once per backward. What is sent then is added to the shard.
+                for bucket in self._buckets:
+                    bucket.has_left = False
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
 
     def _end_backward(self, backward: _Backward) -> None:
@@ -139,60 +144,10 @@ class ReductionSchedule:
             self._send_complete(and_incomplete_ones=True)
             self._next, self._is_sending = 0, False
             for bucket in self._buckets:
-                bucket.prepare_for_layers()
+                bucket.grads.zero_for_layers()
         if self._finish is not None:
             self._finish()
         self._watched_backward = None
-
-
-class ParamPlacement:
-    """Remembers the memory of each parameter at wrapping, and compares it later.
-
-    Args:
-        model: the model inside the wrapper.
-        params: names and parameters of the buffers.
-    """
-
-    def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        # Fixed. Its modules are asked in each check whether they still hold the parameters.
-        self._model = model
-        # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
-        self._names: dict[nn.Parameter, str] = {}
-        self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
-        self.note_moved(params)
-        # Whether an optimizer checks before each of its steps, so that one check a step is enough. Its first
-        # `check_step` sets it; never cleared. Main thread only.
-        self._is_checked_by_optimizer = False
-
-    def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Remembers where the engine has moved parameters to."""
-        for name, param in params:
-            self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
-
-    def check_unless_optimizer_does(self) -> None:
-        """Checks when gradients are finished and updated parameters gathered, unless an optimizer does."""
-        if not self._is_checked_by_optimizer:
-            self.check()
-
-    def check_step(self) -> None:
-        """Checks before an optimizer steps."""
-        self.check()
-        self._is_checked_by_optimizer = True
-
-    def check(self) -> None:
-        """Compares the model's parameters with those at wrapping.
-
-        Raises:
-            WrapError: a parameter was moved, replaced, added, removed or made trainable since.
-        """
-        reject_changed(self._model, self._names)
-        with without_waiting():
-            moved_params = [param for param, place in self._places.items() if place != (param.data_ptr(), param.dtype)]
-        if moved_params:
-            raise WrapError(  # names the model's first, as buffers have parameters in reverse order
-                f"the storage of parameter {self._names[moved_params[-1]]} was replaced after the model was wrapped "
-                "(a move to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
-            )
 
 
 class ShownGradients:
@@ -202,18 +157,18 @@ class ShownGradients:
     another dtype than the parameter, ``param.grad`` is a tensor that raises when it is read. None is what users set.
 
     Args:
-        bucket_of: the bucket of each parameter.
+        place_of: the bucket of each parameter, and the place in it.
         is_sharded: whether a rank keeps only a shard of each gradient.
     """
 
-    def __init__(self, bucket_of: Mapping[nn.Parameter, Bucket], is_sharded: bool) -> None:
-        # Both fixed. Buckets own the gradients that are shown.
-        self._bucket_of, self._is_sharded = bucket_of, is_sharded
+    def __init__(self, place_of: Mapping[nn.Parameter, tuple[Bucket, GradSlot]], is_sharded: bool) -> None:
+        # Buckets own the gradients that are shown.
+        self._place_of, self._is_sharded = place_of, is_sharded
         # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
         self._stepped_params: set[nn.Parameter] | None = None
         # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
-        self._unreadable_gradients = {param: UnreadableGradient(param) for param in bucket_of}
+        self._unreadable_gradients = {param: UnreadableGradient(param) for param in place_of}
 
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``.
@@ -222,21 +177,22 @@ class ShownGradients:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
         """
         with without_waiting():
-            new_gradients = {p: p.grad for p in self._bucket_of if p.grad is not None and not shows_main_grad(p)}
+            new_gradients = {p: p.grad for p in self._place_of if p.grad is not None and not shows_main_grad(p)}
         for param, gradient in new_gradients.items():
-            bucket = self._bucket_of[param]
-            _check_may_replace(bucket, bucket.slot_of(param).name)
-            bucket.slot_of(param).replace(gradient)
+            bucket, slot = self._place_of[param]
+            _check_may_replace(bucket, slot.name)
+            slot.take_back()
+            slot.counts = False
+            slot.add(gradient)
         with without_waiting():
-            for param in self._bucket_of:
+            for param in self._place_of:
                 param.grad = None
 
     def show(self) -> None:
         """Shows reduced gradients, and None for a frozen parameter without a gradient."""
         self._stepped_params = None
         with without_waiting():
-            for param, bucket in self._bucket_of.items():
-                slot = bucket.slot_of(param)
+            for param, (_, slot) in self._place_of.items():
                 if not slot.has_gradient:
                     param.grad = param.main_grad = None  # type: ignore[attr-defined]
                     continue
@@ -247,20 +203,24 @@ class ShownGradients:
         """Clears ``param.grad`` after a step, if gradients are sharded."""
         if self._is_sharded and self._stepped_params is None:
             with without_waiting():
-                self._stepped_params = {param for param in self._bucket_of if param.grad is not None}
+                self._stepped_params = {param for param in self._place_of if param.grad is not None}
                 for param in self._stepped_params:
                     param.grad = None
 
     def has_gradient(self, param: nn.Parameter) -> bool:
         """Returns whether a step reads a gradient of the parameter, which the user has not set to None."""
-        return param.grad is not None if self._stepped_params is None else param in self._stepped_params
+        if self._stepped_params is not None:
+            return param in self._stepped_params
+        with without_waiting():
+            return param.grad is not None
 
-    def find_written(self) -> nn.Parameter | None:
-        """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""
+    def find_written(self) -> GradSlot | None:
+        """Returns the place of a parameter whose ``grad`` was assigned where an optimizer reads a shard, or None."""
         if not self._is_sharded:
             return None
         with without_waiting():
-            return next((p for p in self._bucket_of if not (p.grad is None or is_unreadable(p.grad))), None)
+            assigned = (p for p in self._place_of if not (p.grad is None or is_unreadable(p.grad)))
+            return next((self._place_of[param][1] for param in assigned), None)
 
 
 def _check_may_replace(bucket: Bucket, name: str) -> None:

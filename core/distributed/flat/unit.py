@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...base._torch_compat import NO_BACKWARD
@@ -54,9 +54,9 @@ class Slot:
             self.parts = [allocate(*size) for size in sizes]
         # Each unit adds itself when it is built; `leave_to` removes all but one.
         self.units: list[Unit] = []
-        # `Unit.start_gather` sets it. None before the first gather, after the shards were written
-        # (`ParameterGathering.forget`), while parameters are in memory of their own (`Unit.gather_apart`), and where
-        # one was written while it was gathered. Main thread, or autograd's during a backward.
+        # `Unit.start_gather` sets it, on the main thread or autograd's. None before the first gather, after the shards
+        # were written (`ShardedParameters.invalidate`), while parameters are in memory of their own
+        # (`Unit.gather_apart`), and where one was written while it was gathered.
         self.owner: Unit | None = None
 
     def leave_to(self, unit: Unit) -> Sequence[Unit]:
@@ -64,8 +64,10 @@ class Slot:
         others = [other for other in self.units if other is not unit]
         rest = Slot(self._sizes, self._allocate)
         self.units = [unit]
-        for other in others:
-            other.move_to(rest)
+        with torch._C.DisableTorchFunctionSubclass():  # their parameters are hidden: placing them must not gather
+            for other in others:
+                other.enter(rest)
+                other.place()
         return others
 
 
@@ -110,12 +112,6 @@ class Unit:
         used_in: the backward that needed it last, or `NO_BACKWARD` for a forward.
     """
 
-    _writes: WriteCounts
-    """Writes to the parameters since they were last hidden, or their memory set.
-
-    `adopt` makes it, for a unit with a slot. `hide` asks for them: a write in between would be lost. A gather writes
-    the slot and does not count."""
-
     def __init__(
         self, plan: UnitPlan, slot: Slot | None, buckets: Sequence[Bucket], neighbours: ProcessGroup | None = None
     ) -> None:
@@ -123,42 +119,35 @@ class Unit:
         self.plan, self.slot, self.buckets = plan, slot, buckets
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
-            self._enter(slot)
+            self.enter(slot)
         # The payload of its gathers as messages name it; fixed.
         self._what = f"the parameters of {f'unit {self.name}' if plan.modules else buckets[0].name}"
-        # `ParameterGathering` counts them, on the thread of the forward, and resets it when gradients are zeroed.
+        # `CallHooks` counts them, on the thread of the forward, and resets it when gradients are zeroed.
         self.num_running = 0
-        # `ParameterGathering.ensure_gathered` sets it, on the thread that needs the unit.
+        # `ShardedParameters.gather` sets it, on the thread that needs the unit.
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
-        # Of each bucket, if neighbours keep the unit. `_keep_parts` fills them when another unit takes the slot in
-        # forward. The gather of a backward takes them; `drop_part` drops them, when the shards are written too.
-        self._parts = [KeptPart(neighbours) for _ in buckets] if neighbours is not None else []
+        # Of each bucket, if neighbours keep the unit. `start_gather` of the unit that takes the slot in forward fills
+        # them. The gather of a backward takes them; `ShardedParameters` drops them, when the shards are written too.
+        self.parts = [KeptPart(neighbours) for _ in buckets] if neighbours is not None else []
         # Names of its parameters; fixed.
         self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
+        # Writes to the parameters since they were last hidden, or their memory set. `hide` asks for them: a write in
+        # between would be lost. A gather writes the slot and does not count.
+        self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
         # Methods of this class set it: on autograd's thread during a backward, else on the main thread.
         self.phase = UnitPhase.READABLE
-        # `ParameterGathering`, which replicas do not have, sets both when it is built; then fixed.
+        # `ShardedParameters`, which replicas do not have, sets both when it is built; then fixed.
         self.on_use: Callable[[], None] = self.wait_until_readable
         self.saved_weights: SavedWeights | None = None
-
-    def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
-        for bucket in self.buckets:
-            yield from bucket.local_ranges()
 
     @property
     def is_gathered(self) -> bool:
         """Whether its parameters have the values of the shards, or are about to."""
         return self.slot is None or self.slot.owner is self
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its parameters have the values of the shards, in memory."""
-        return self.is_gathered and self._handle is None
 
     def memory(self) -> Sequence[Tensor]:
         """Returns the memory that it is gathered into."""
@@ -169,37 +158,26 @@ class Unit:
         """Whether other units are gathered into the same slot."""
         return self.slot is not None and len(self.slot.units) > 1
 
-    @torch.no_grad()
-    def adopt(self, *, with_values: bool) -> None:
-        """Makes the parameters views of the slot.
-
-        Args:
-            with_values: only those that have values, which go into the shards.
-        """
-        if with_values:
-            self._take_values()
-        for bucket in self.buckets:
-            bucket.place_params(bucket.param_data, skip=_has_no_memory if with_values else None)
-        self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
-
-    def move_to(self, slot: Slot) -> None:
-        """Makes the parameters, which are hidden, views of another slot."""
-        self._enter(slot)
-        with torch._C.DisableTorchFunctionSubclass():
-            for bucket in self.buckets:
-                bucket.place_params(bucket.param_data)
-
-    def _enter(self, slot: Slot) -> None:
+    def enter(self, slot: Slot) -> None:
+        """Takes turns with a slot from now on. `place` moves the parameters there."""
         self.slot = slot
         slot.units.append(self)
         for bucket, part in zip(self.buckets, slot.parts, strict=True):
             bucket.param_data = part
 
-    def _take_values(self) -> None:
+    def place(self, skip: Callable[[Tensor], bool] | None = None) -> None:
+        """Makes the parameters views of the slot, except those for which `skip` is true."""
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data, skip)
+        self._writes.find()
+
+    @torch.no_grad()
+    def take_values(self) -> None:
         """Copies this rank's part of the values of the parameters into the shards."""
-        for param, own, start in self.local_ranges():
-            if not _has_no_memory(param):
-                own.copy_(param.detach().flatten()[start : start + own.numel()])
+        for bucket in self.buckets:
+            for param, own, start in bucket.local_ranges():
+                if not has_no_memory(param):
+                    own.copy_(param.detach().flatten()[start : start + own.numel()])
 
     def start_gather(self, lane: CommLane, *, waits: bool) -> None:
         """Gathers the shards into the slot, in place of another unit, or without a slot in place.
@@ -211,9 +189,12 @@ class Unit:
             before, self.slot.owner = self.slot.owner, self
             if before is not None and before is not self:
                 before.finish_gather()
-                before._keep_parts()
+                if before.used_in == NO_BACKWARD and torch.is_grad_enabled():  # its backward follows
+                    for part, whole in zip(before.parts, before.memory(), strict=False):
+                        if part.tensor is None:
+                            part.keep(whole)
                 before.hide()
-        gather = partial(self._gather, [part.take() for part in self._parts])
+        gather = partial(self._gather, [part.take() for part in self.parts])
         if waits or len(self._params_to_hide) < len(self.name_of):
             lane.run(gather)
             return
@@ -224,25 +205,9 @@ class Unit:
     def _gather(self, parts: Sequence[Tensor | None]) -> None:
         for index, bucket in enumerate(self.buckets):
             if parts and (part := parts[index]) is not None:
-                collectives.all_gather(bucket.param_data, part, self._parts[index].ranks, what=self._what)
+                collectives.all_gather(bucket.param_data, part, self.parts[index].ranks, what=self._what)
             else:
                 bucket.gather_params(bucket.param_data, self._what)
-
-    @property
-    def part(self) -> list[Tensor]:
-        """What this rank keeps of each bucket for its neighbours between forward and backward, or nothing."""
-        return [part.tensor for part in self._parts if part.tensor is not None]
-
-    def _keep_parts(self) -> None:
-        """Keeps this rank's part among its neighbours, for the backward that follows this forward."""
-        if not self.part and self.used_in == NO_BACKWARD and torch.is_grad_enabled():
-            for part, whole in zip(self._parts, self.memory(), strict=False):
-                part.keep(whole)
-
-    def drop_part(self) -> None:
-        """Frees the part that this rank keeps for its neighbours."""
-        for part in self._parts:
-            part.drop()
 
     def finish_gather(self) -> None:
         """Waits for the running gather, if any."""
@@ -267,8 +232,11 @@ class Unit:
             return
         indices = self._writes.find()
         self._make_pending()
-        if os.environ.get(POISONS) == "1":
-            self._poison(self.slot)
+        if os.environ.get(POISONS) == "1" and self.slot.owner in (self, None):
+            self.slot.owner = None
+            for whole in self.memory():
+                if whole.is_floating_point():
+                    whole.fill_(math.nan)
         if indices:
             self.slot.owner = None
             raise lost_write(
@@ -278,14 +246,6 @@ class Unit:
     def _make_pending(self) -> None:
         self.phase = UnitPhase.HIDDEN
         make_pending(self._params_to_hide, self.on_use)
-
-    def _poison(self, slot: Slot) -> None:
-        if slot.owner is self:
-            slot.owner = None
-        if slot.owner is None:
-            for whole in self.memory():
-                if whole.is_floating_point():
-                    whole.fill_(math.nan)
 
     def gather_apart(self) -> None:
         """Gathers its parameters into memory of their own, until `return_to_slot`."""
@@ -304,14 +264,11 @@ class Unit:
         self.phase = UnitPhase.READABLE
         if self.slot is None:
             return
-        with torch.no_grad():
-            self._take_values()
-        for bucket in self.buckets:
-            bucket.place_params(bucket.param_data)
-        self._writes.find()
+        self.take_values()
+        self.place()
 
 
-def _has_no_memory(param: Tensor) -> bool:
+def has_no_memory(param: Tensor) -> bool:
     """Returns whether `allocate_meta_tensors` gave a parameter only a shape."""
     return param.numel() > 1 and param.untyped_storage().nbytes() == param.element_size()
 

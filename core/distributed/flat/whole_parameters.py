@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 from ...base.errors import ShardstackError
 from ...base.memory_categories import Held
 from ...comm.lane import comm_lane
+from ..engine.engine import Parameters
 from ..model.forward_hooks import WrapperHook
 from ..plan import Plan
 from .unit import Unit
 
 
-class WholeParameters:
+class WholeParameters(Parameters):
     """Parameters that are whole on every rank. Without sharding nothing is ever gathered.
 
     With ``overlap_param_gather`` gathers run while forward does, and a module's forward waits for the parameters that
@@ -48,27 +48,17 @@ class WholeParameters:
             unit.start_gather(comm_lane(unit.buckets[0].buffer.device), waits=waits)
 
     def settle(self) -> None:
-        """Waits for parameters that are still being gathered."""
+        # Nothing is freed: every rank keeps whole parameters. Those that are still being gathered are waited for.
         for unit in self._in_forward_order:
             unit.wait_until_readable()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Waits for parameters that are still being gathered."""
-        self.settle()
-        yield
 
     def invalidate(self) -> None:
         """Does nothing: parameters are written in place."""
 
-    def abandon(self) -> None:
-        """Does nothing: no forward changes parameters."""
-
-    def check_may_write(self) -> None:
-        """Does nothing: parameters are written in place."""
+    def receivers(self) -> list[nn.Parameter]:
+        return list(self._module.parameters())
 
     def held(self) -> dict[Held, list[Tensor]]:
-        """Returns the memory of parameters and buffers."""
         parameters = [*self._module.parameters(), *self._module.buffers()]
         return {"parameters": parameters, "gathered parameters": []}
 
@@ -82,7 +72,17 @@ class WholeParameters:
             raise ShardstackError(
                 "enable_forward_pre_hook was called while the hooks are enabled; call disable_forward_pre_hook() first"
             )
-        self._hooks += wait_before_forwards(self._module, self._in_forward_order)
+        unit_of = {param: unit for unit in self._in_forward_order for param in unit.name_of}
+        for submodule in self._module.modules():
+            # All other code that reads a parameter waits too (`base.parameters`). A module of torch with children may
+            # read its children's weights itself, and choose a kernel by them: it waits for all below it.
+            is_torchs = type(submodule).__module__.startswith("torch.nn.modules.")
+            reads_children = is_torchs and not isinstance(submodule, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            params = submodule.parameters(recurse=reads_children)
+            for unit in {unit_of[param]: None for param in params if param in unit_of}:
+                # Before all other hooks, which may read parameters.
+                hook = WrapperHook(unit.wait_until_readable)
+                self._hooks.append(submodule.register_forward_pre_hook(hook, prepend=True))
 
     def disable_hooks(self) -> None:
         """Removes the hooks. Parameters may still be being gathered.
@@ -95,22 +95,3 @@ class WholeParameters:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-
-
-def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
-    """Makes each module below `module` wait for its parameters before its forward. Yields the hooks' handles.
-
-    All other code that reads a parameter waits too (`base.parameters`). A module of torch with children waits for
-    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
-    """
-    unit_of = {param: unit for unit in units for param in unit.name_of}
-    for submodule in module.modules():
-        params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
-        for unit in {unit_of[param]: None for param in params if param in unit_of}:
-            # Before all other hooks, which may read parameters.
-            yield submodule.register_forward_pre_hook(WrapperHook(unit.wait_until_readable), prepend=True)
-
-
-def _reads_weights_of_children(module: nn.Module) -> bool:
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ..engine.gathered_units import UnitOrder
-from ..model.forward_hooks import watch_outputs
+from ..model.forward_hooks import enclose, watch_outputs
 from ..plan import Plan
 from . import torch_private
 from .torch_private import as_fsdp
@@ -25,6 +25,10 @@ class UnitPrefetch:
     Methods that the plan names gather their module and are followed as `forward` is. A unit is known by its first
     module. Hooks are never removed: they live as long as the model.
 
+    Args:
+        prepare: called before such a method, as before a forward of the model.
+        finish: called after it.
+
     Attributes:
         order: the order of units, which the hooks keep up to date.
 
@@ -32,7 +36,8 @@ class UnitPrefetch:
         WrapError: the plan names a method that no unit has.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+        self._prepare, self._finish = prepare, finish
         self._units = {unit.modules[0]: unit for unit in plan.units[:-1]}
         self._model, self._gathers_skipped = plan.root.modules[0], plan.settings.gather_skipped_units
         # Units whose inputs needed no gradient when they last ran: torch reduces them when the backward ends.
@@ -89,34 +94,26 @@ class UnitPrefetch:
 
     def _follow(self, module: nn.Module, name: str) -> None:
         """Replaces a method by one that gathers the module, and is followed as its forward is."""
-        method = getattr(module, name)
 
-        @functools.wraps(method)
-        def reaching(*args: Any, **kwargs: Any) -> Any:
-            output = method(*args, **kwargs)
-            self._reach(module, args, output)
-            return output
-
-        setattr(module, name, reaching)
-        fsdp.register_fsdp_forward_method(module, name)
-        gathering = getattr(module, name)
-
-        @functools.wraps(method)
-        def followed(*args: Any, **kwargs: Any) -> Any:
+        def begin(_: None, args: Any, kwargs: Any) -> None:
+            self._prepare()
             if module is self._model:
                 self._begin()
             elif module in self._units:
                 self._enter(module, args, kwargs)
-            try:
-                output = gathering(*args, **kwargs)
-                if module is self._model:
-                    self._end()
-            finally:
-                if module is self._model:
-                    self.order.leave_model()
-            return output
 
-        setattr(module, name, followed)
+        def end(_: None, args: Any, output: Any) -> None:
+            if module is self._model:
+                if output is not None:
+                    self._end()
+                self.order.leave_model()
+            self._finish()
+
+        # Hooks on outputs run in the order in which they are set: this one before torch's, which gathers the module.
+        reach = partial(self._reach, module)
+        setattr(module, name, enclose(getattr(module, name), lambda *unused: None, lambda _, *call: reach(*call)))
+        fsdp.register_fsdp_forward_method(module, name)
+        setattr(module, name, enclose(getattr(module, name), begin, end))
 
     # ---- backward
 

@@ -8,7 +8,7 @@ pins every name, and lists the few places elsewhere.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ...base._torch_compat import fsdp_param_groups
 from ...base.errors import UnitError, WrapError
-from ...base.parameters import local_part
-from ...diagnostics.step_marks import mark_as_gathered, mark_of
+from ..step_marks import mark_as_gathered, mark_of
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
@@ -34,6 +33,11 @@ def as_fsdp(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
         raise WrapError(f"{type(module).__name__} is not sharded; apply fully_shard to it first")
     return module
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Returns every module that torch's `fully_shard` has been applied to, the root first."""
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
 def gather_asynchronously(module: FSDPModule) -> None:
@@ -92,8 +96,8 @@ def name_of_parameter(parameter: Any) -> str:
     return str(parameter._param_fqn or parameter._module_info.param_name)
 
 
-class TorchState:
-    """What FSDP2 holds for the units and parameters of one sharded model.
+class TorchTensors:
+    """The tensors that FSDP2 holds for one sharded model.
 
     Torch has an `FSDPParam` for each parameter: its shard (``sharded_param``, and ``_sharded_param_data`` with the
     padding) and the gathered parameter (``_unsharded_param``), whose memory is ``all_gather_outputs``. Renamed, the
@@ -101,46 +105,147 @@ class TorchState:
 
     Args:
         root: the sharded model; what is sharded in it later is not found.
+
+    Attributes:
+        groups, parameters: torch's objects. All are fixed: `fully_shard` makes them, and nothing replaces them.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        # All are fixed: `fully_shard` makes them, and nothing replaces them. Modules of one unit share a state.
-        self._root = root
-        self._state = root._get_fsdp_state()  # type: ignore[operator]
-        of_modules = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
-        states = {id(state): state for state in of_modules}.values()
-        self._groups = [group for state in states for group in fsdp_param_groups(state)]
-        self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+        of_modules = [module._get_fsdp_state() for module in fsdp_modules(root)]
+        states = {id(state): state for state in of_modules}.values()  # modules of one unit share a state
+        self.groups = [group for state in states for group in fsdp_param_groups(state)]
+        self.parameters = [parameter for group in self.groups for parameter in group.fsdp_params]
+        # Those whose gathered parameter has no mark yet; `mark_gathered` takes them out, after a first forward.
+        self._unmarked = list(self.parameters)
+
+    def names(self) -> dict[Any, str]:
+        """Returns the name of each sharded parameter, by all that modules may hold of it."""
+        names = dict[Any, str]()
+        for parameter in self.parameters:
+            name = parameter._param_fqn or name_of_parameter(parameter)
+            names[parameter.sharded_param] = name
+            if hasattr(parameter, "_unsharded_param"):
+                names[parameter._unsharded_param] = name
+        return names
+
+    def mark_gathered(self) -> None:
+        """Marks parameters gathered for the first time, so that the step of an optimizer built from them raises."""
+        if self._unmarked:
+            for parameter in self._unmarked:
+                if hasattr(parameter, "_unsharded_param") and mark_of(parameter._unsharded_param) is None:
+                    mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
+            self._unmarked = [p for p in self._unmarked if not hasattr(p, "_unsharded_param")]
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a parameter, by its index in the lists of counts."""
+        return name_of_parameter(self.parameters[index])
+
+    # ---- writes
+
+    def shard_versions(self) -> list[int]:
+        """Returns for each parameter a number that grows when its shard, or the shard's local tensor, is written."""
+        # If torch replaced the tensors, a write would be missed.
+        return [p.sharded_param._version + p._sharded_param_data._version for p in self.parameters]
+
+    def gathered_versions(self) -> list[int]:
+        """Returns for each parameter the count of writes to the gathered one that modules compute with.
+
+        A gather does not count, so that it is 0 before the first one too. It is -1 for a parameter whose ``data`` was
+        replaced: gathers no longer reach it.
+        """
+        versions = []
+        for parameter in self.parameters:
+            version = 0
+            if hasattr(parameter, "_unsharded_param"):
+                gathered = parameter._unsharded_param
+                version = int(gathered._version)
+                with torch.no_grad():
+                    local = gathered.to_local() if isinstance(gathered, DTensor) else gathered
+                storage = local.untyped_storage()._cdata
+                for output in parameter.all_gather_outputs:
+                    if output.untyped_storage()._cdata == storage:
+                        break
+                else:
+                    version = -1
+            versions.append(version)
+        return versions
+
+    # ---- memory: under other names a table of memory counts these as activations, or asking for it raises
+
+    def gathered_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that modules compute with, and autograd gives gradients to. None before the first
+        all-gather."""
+        return [p._unsharded_param for p in self.parameters if hasattr(p, "_unsharded_param")]
+
+    def whole_gradients(self) -> Iterator[Tensor]:
+        """Yields gradients that this rank holds whole, until they are reduced."""
+        # Inside `no_sync` torch leaves them in ``_unsharded_param.grad`` and, where they are reduced in another dtype,
+        # in ``unsharded_accumulated_grad``. Kept elsewhere, `drop_unsharded_gradients` would leave them, and the next
+        # step would add to them.
+        accumulated = [parameter.unsharded_accumulated_grad for parameter in self.parameters]
+        of_gathered = [parameter.grad for parameter in self.gathered_parameters()]
+        yield from (gradient for gradient in (*accumulated, *of_gathered) if gradient is not None)
+
+    def gathered_tensors(self) -> Iterator[Tensor]:
+        """Yields what holds gathered parameters now: whole ones, and running gathers."""
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+            last = getattr(group.comm_ctx, "all_gather_state", None)  # the first forward makes it
+            for result in (group._all_gather_result, None if last is None else last.all_gather_result):
+                if result is not None:
+                    yield result.all_gather_output
+
+    def gradient_tensors(self) -> Iterator[Tensor]:
+        """Yields what holds gradients now: sharded ones, whole ones that are not reduced yet, and running
+        reductions."""
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.grad is not None:
+                    yield parameter.sharded_param.grad
+            yield from (state.reduce_scatter_input for state in _running_reductions(group.comm_ctx))
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+        yield from self.whole_gradients()
+
+    def shard_tensors(self) -> list[Tensor]:
+        """Returns this rank's shards, with their padding."""
+        return [parameter._sharded_param_data for parameter in self.parameters]
+
+
+class TorchState:
+    """The state of FSDP2 for one sharded model: an iteration, gradients that wait, what a program has changed.
+
+    Args:
+        root: the sharded model.
+
+    Attributes:
+        tensors: what torch holds for it.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.tensors, self._state = TorchTensors(root), root._get_fsdp_state()  # type: ignore[operator]
+        self._modules = fsdp_modules(root)
         # ``requires_grad`` of each gathered parameter when `keep_changes` last looked; a parameter is here once it has
         # been gathered.
         self._trained: dict[Any, bool] = {}
-        for parameter in self._parameters:
+        for parameter in self.tensors.parameters:
             if parameter.sharded_param._backward_hooks is None:
                 parameter.sharded_param._backward_hooks = OrderedDict()
 
     # ---- whole gradients
 
-    # Inside `no_sync` torch leaves them in ``_unsharded_param.grad`` and, where they are reduced in another dtype, in
-    # ``unsharded_accumulated_grad``. Kept elsewhere, `drop_unsharded_gradients` would leave them, and the next step
-    # would add to them.
-
-    def whole_gradients(self) -> Iterator[Tensor]:
-        """Yields gradients that this rank holds whole, until they are reduced."""
-        accumulated = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
-        of_gathered = [parameter.grad for parameter in self.gathered_parameters()]
-        yield from (gradient for gradient in (*accumulated, *of_gathered) if gradient is not None)
-
     def reduce_unsharded_gradients(self) -> None:
         """Reduces whole gradients, those of a last micro-batch inside `no_sync` too. Every rank must call it."""
-        if any(True for _ in self.whole_gradients()):
+        if any(True for _ in self.tensors.whole_gradients()):
             # The callback of a backward's end, which reduces each unit once. Under another name this raises.
             self._state._root_post_backward_final_callback()
 
     def drop_unsharded_gradients(self) -> None:
         """Drops whole gradients, as after a step that was abandoned."""
-        for parameter in self._parameters:
+        for parameter in self.tensors.parameters:
             parameter.unsharded_accumulated_grad = None
-        for gathered in self.gathered_parameters():
+        for gathered in self.tensors.gathered_parameters():
             gathered.grad = None
 
     def complete_accumulated_gradients(self) -> None:
@@ -149,7 +254,7 @@ class TorchState:
         Accumulated gradients have the dtype of the reduction. A gradient that only the last backward computes has that
         of the computation, and FSDP2 reduces one dtype at a time.
         """
-        for group in self._groups:
+        for group in self.tensors.groups:
             gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
             trained = [p for p in gathered if p._unsharded_param.requires_grad]
             accumulated = (p.unsharded_accumulated_grad for p in trained)
@@ -187,7 +292,7 @@ class TorchState:
             return
         for each in self._state._state_ctx.all_states:
             each._training_state = TrainingState.IDLE
-        for group in self._groups:
+        for group in self.tensors.groups:
             group._training_state = TrainingState.IDLE
             group.finalize_backward()
             group._to_sharded()
@@ -196,11 +301,11 @@ class TorchState:
         self._state._state_ctx.post_backward_final_callback_queued = False
 
     def end_evaluation(self) -> None:
-        """Drops gathers that no unit has used, and torch's list of forwards, as the end of a backward does.
+        """Frees all units, and drops gathers that no unit has used and torch's list of forwards, as a backward's end.
 
         Otherwise a unit's next use would take a gather with parameters from before the optimizer's step.
         """
-        for group in self._groups:
+        for group in self.tensors.groups:
             # A running gather, else None. Under another name this raises.
             if group._all_gather_result is not None:
                 group.finalize_backward()
@@ -209,6 +314,8 @@ class TorchState:
         comm_ctx = self._state._comm_ctx
         if hasattr(comm_ctx, "post_forward_order"):  # else no forward has run
             comm_ctx.post_forward_order.clear()
+        for module in self._modules:
+            module.reshard()
 
     def allocate_gathered_parameters(self) -> None:
         """Makes the parameters that units are gathered into, as the first gather would, without communication.
@@ -218,7 +325,7 @@ class TorchState:
         (pytorch/pytorch#194058).
         """
         with torch.inference_mode(False), torch.no_grad():
-            for group in self._groups:
+            for group in self.tensors.groups:
                 for parameter in group.fsdp_params:
                     if hasattr(parameter, "_unsharded_param"):
                         continue
@@ -232,22 +339,22 @@ class TorchState:
 
     # ---- what a program does to parameters
 
-    def keep_changes(self, module: FSDPModule | None = None) -> None:
+    def keep_changes(self, groups: Iterable[Any] | None = None) -> None:
         """Keeps what a program has set on gathered parameters, and raises where it has set another parameter.
 
         Torch would lose a change of ``requires_grad`` with the gathered parameter (pytorch/pytorch#105371), and never
         call the hooks of a shard, which no backward reaches: shard and gathered parameter share one dict of hooks.
 
         Args:
-            module: a module of the unit to look at; None means all units.
+            groups: those of the unit to look at (`groups_of`); None means all units.
         """
-        for group in self._groups if module is None else groups_of(module):  # type: ignore[arg-type]
+        for group in self.tensors.groups if groups is None else groups:
             # Whether modules show the gathered parameters. Under another name this raises.
             if not group.is_unsharded:
                 continue
+            _reject_assigned(group.fsdp_params)
             for parameter in group.fsdp_params:
-                _reject_assigned(parameter)
-                shard, gathered = parameter.sharded_param, parameter._unsharded_param
+                gathered, shard = parameter._unsharded_param, parameter.sharded_param
                 if gathered.requires_grad != self._trained.get(parameter, gathered.requires_grad):
                     shard.requires_grad_(gathered.requires_grad)
                 self._trained[parameter] = gathered.requires_grad
@@ -263,95 +370,28 @@ class TorchState:
         Raises:
             UnitError: names the parameter.
         """
-        for parameter in self._parameters:
-            _reject_assigned(parameter, takes_shards)
-
-    def names_of_parameters(self) -> dict[Any, str]:
-        """Returns the name of each sharded parameter, by all that modules may hold of it."""
-        return {form: name_of_parameter(parameter) for parameter in self._parameters for form in _forms(parameter)}
-
-    def shard_versions(self) -> list[int]:
-        """Returns for each parameter a number that grows when its shard, or the shard's local tensor, is written."""
-        # If torch replaced the tensors, a write would be missed.
-        return [p.sharded_param._version + p._sharded_param_data._version for p in self._parameters]
-
-    def gathered_versions(self) -> list[int]:
-        """Returns for each parameter the count of writes to the gathered one that modules compute with.
-
-        A gather does not count, so that it is 0 before the first one too. It is -1 for a parameter whose ``data`` was
-        replaced: gathers no longer reach it.
-        """
-        return [_writes(p) if hasattr(p, "_unsharded_param") else 0 for p in self._parameters]
-
-    def mark_gathered(self) -> None:
-        """Marks parameters gathered for the first time, so that the step of an optimizer built from them raises."""
-        for parameter in self._parameters:
-            if hasattr(parameter, "_unsharded_param") and mark_of(parameter._unsharded_param) is None:
-                mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of a parameter, by its index in the lists of counts."""
-        return name_of_parameter(self._parameters[index])
-
-    # ---- memory: under other names a table of memory counts these as activations, or asking for it raises
-
-    def gathered_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that modules compute with, and autograd gives gradients to. None before the first
-        all-gather."""
-        return [p._unsharded_param for p in self._parameters if hasattr(p, "_unsharded_param")]
-
-    def gathered_tensors(self) -> Iterator[Tensor]:
-        """Yields what holds gathered parameters now: whole ones, and running gathers."""
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                yield from parameter.all_gather_outputs
-            last = getattr(group.comm_ctx, "all_gather_state", None)  # the first forward makes it
-            for result in (group._all_gather_result, None if last is None else last.all_gather_result):
-                if result is not None:
-                    yield result.all_gather_output
-
-    def gradient_tensors(self) -> Iterator[Tensor]:
-        """Yields what holds gradients now: sharded ones, whole ones that are not reduced yet, and running
-        reductions."""
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param.grad is not None:
-                    yield parameter.sharded_param.grad
-            yield from (state.reduce_scatter_input for state in _running_reductions(group.comm_ctx))
-            if group._partial_reduce_output is not None:
-                yield group._partial_reduce_output
-        yield from self.whole_gradients()
-
-    def shard_tensors(self) -> list[Tensor]:
-        """Returns this rank's shards, with their padding."""
-        return [parameter._sharded_param_data for parameter in self._parameters]
+        _reject_assigned(self.tensors.parameters, takes_shards)
 
 
-def _reject_assigned(parameter: Any, takes_shards: bool = False) -> None:
-    # The modules and names that torch sets parameters on. Under another name this raises. Called for each parameter
-    # around each forward of its unit.
-    info, (shard, gathered) = parameter._module_info, _forms(parameter)
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    for module, name in ((info.module, info.param_name), *shared):
-        held = module._parameters.get(name)
-        if held is None or not (held is shard or held is gathered or (takes_shards and isinstance(held, DTensor))):
-            raise UnitError(
-                f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an assignment, "
-                "tied weights, a parametrization, torch.func.functional_call), and FSDP2 would compute with the one "
-                "from before; change the model before it is wrapped, or use DistributedDataParallel"
-            )
-
-
-def _forms(parameter: Any) -> tuple[nn.Parameter | None, ...]:
-    """Returns all that modules may hold of a parameter: its shard, or gathered."""
-    return parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
-
-
-def _writes(parameter: Any) -> int:
-    with torch.no_grad():
-        storage = local_part(parameter._unsharded_param).untyped_storage()._cdata
-    gathered = (output.untyped_storage()._cdata for output in parameter.all_gather_outputs)
-    return int(parameter._unsharded_param._version) if storage in gathered else -1
+def _reject_assigned(parameters: Iterable[Any], takes_shards: bool = False) -> None:
+    # The modules and names that torch sets parameters on. Under another name this raises. Called around each forward
+    # of a unit, so that it calls nothing for a parameter that is where torch has put it.
+    for parameter in parameters:
+        info, shard, gathered = parameter._module_info, parameter.sharded_param, None
+        if hasattr(parameter, "_unsharded_param"):
+            gathered = parameter._unsharded_param
+        places = [(info.module, info.param_name)]
+        if info.shared_modules:
+            places += zip(info.shared_modules, info.shared_param_names, strict=True)
+        for module, name in places:
+            held = module._parameters.get(name)
+            if held is None or not (held is shard or held is gathered or (takes_shards and isinstance(held, DTensor))):
+                raise UnitError(
+                    f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an "
+                    "assignment, tied weights, a parametrization, torch.func.functional_call), and FSDP2 would "
+                    "compute with the one from before; change the model before it is wrapped, or use "
+                    "DistributedDataParallel"
+                )
 
 
 def _running_reductions(comm_ctx: Any) -> list[Any]:

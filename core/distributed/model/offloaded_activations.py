@@ -8,8 +8,9 @@ Without a GPU the same copies are made in one memory, so that values and order a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...base.errors import MemoryLimitError
 from ...base.host_memory import AS_HOST_MEMORY
+from ...base.memory_categories import is_out_of_memory
 from ...base.text import readable_bytes
 from ...comm import streams
-from ...diagnostics.out_of_memory import is_out_of_memory
 from ..plan.parts import UnitTransform
-from .forward_hooks import WrapperHook, keep, read_kept
+from .forward_hooks import SavedTensors, WrapperHook, keep, read_kept
 
 LEAST_BYTES = 1024
 """Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""
@@ -38,7 +39,7 @@ def offload_activations(transforms: Iterable[UnitTransform]) -> None:
     for transform in transforms:
         if transform.offloads:
             for module in transform.modules:
-                _Offload(module, order).install()
+                _Offload(module, order)
 
 
 class _Order:
@@ -55,23 +56,21 @@ class _Offload:
     """Hooks around the forwards of one module."""
 
     def __init__(self, module: nn.Module, order: _Order) -> None:
-        self._module, self._order = module, order  # fixed
-        # Forwards that are running, the innermost last; None for one without gradients. `_begin` adds, `_end` removes.
-        self._running_forwards: list[_Forward | None] = []
-
-    def install(self) -> None:
-        self._module.register_forward_pre_hook(WrapperHook(self._begin), prepend=True)
-        self._module.register_forward_hook(WrapperHook(self._end), always_call=True)
+        self._module, self._order, self._saved = module, order, SavedTensors()
+        module.register_forward_pre_hook(WrapperHook(self._begin), prepend=True)
+        module.register_forward_hook(WrapperHook(self._end), always_call=True)
 
     def _begin(self, *unused: Any) -> None:
-        forward = _Forward(self._module, self._order) if torch.is_grad_enabled() else None
-        self._running_forwards.append(forward)
-        if forward is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(forward.pack, _unpack)
+        self._saved.begin_with(
+            _Forward(self._module, self._order).place if torch.is_grad_enabled() else _place_nothing
+        )
 
     def _end(self, *unused: Any) -> None:
-        if self._running_forwards and self._running_forwards.pop() is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._saved.end()
+
+
+def _place_nothing(tensor: Tensor) -> None:
+    """Leaves a tensor of a forward without gradients, in which autograd saves none."""
 
 
 class _Forward:
@@ -85,19 +84,17 @@ class _Forward:
         # Storages of weights and buffers, which stay where they are; fixed.
         plain = (tensor for tensor in (*module.parameters(), *module.buffers()) if _is_plain(tensor.data))
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in plain}
-        # What was saved, by place in memory and version: a tensor that two operations save is copied once. `pack`
+        # What was saved, by place in memory and version: a tensor that two operations save is copied once. `place`
         # adds; an entry is valid while its storage lives, whose address could be another's afterwards.
         self._host_copies: dict[Any, tuple[StorageWeakRef, weakref.ref[_OnHost]]] = {}
         # Whether backward has reached it, so that the copies back were begun. `begin_return` sets it.
         self._returns = False
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Copies a tensor to the host, unless it is a weight or small."""
-        if not _is_plain(tensor) or tensor.nbytes < LEAST_BYTES or not _fills_its_memory(tensor):
-            return keep(tensor)
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._kept_storages:
-            return keep(tensor)
+    def place(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copies a tensor to the host, unless it is a weight or small. Nothing is left to the hooks around."""
+        is_large = _is_plain(tensor) and tensor.nbytes >= LEAST_BYTES and _fills_its_memory(tensor)
+        if not is_large or (storage := tensor.untyped_storage())._cdata in self._kept_storages:
+            return partial(read_kept, keep(tensor))
         memory = tensor.detach().as_strided((tensor.numel(),), (1,))
         key = (storage._cdata, memory.storage_offset(), memory.numel(), memory.dtype, tensor._version)
         alive, copy = self._host_copies.get(key, (None, None))
@@ -106,7 +103,7 @@ class _Forward:
             saved = _OnHost(self, memory, self._stream_for(tensor))
             self._host_copies[key] = StorageWeakRef(storage), weakref.ref(saved)
         saved.num_readers += 1
-        return saved, tensor.size(), tensor.stride()
+        return partial(saved.read, tensor.size(), tensor.stride())
 
     def begin_return(self) -> None:
         """Begins to copy what is still needed back to the device."""
@@ -133,7 +130,7 @@ class _OnHost:
 
     def __init__(self, forward: _Forward, tensor: Tensor, stream: streams.Stream | None) -> None:
         self._forward, self._device, self._stream = forward, tensor.device, stream  # fixed
-        # Number of saved tensors in this memory. `_Forward.pack` counts.
+        # Number of saved tensors in this memory. `_Forward.place` counts.
         self.num_readers = 0
         # Those that have not read the current copy on the device. `_copy_back` sets it, `read` lowers it.
         self._unread = 0
@@ -162,8 +159,8 @@ class _OnHost:
             copy = torch.empty(host.shape, dtype=host.dtype, device=self._device).copy_(host, non_blocking=True)
             return copy, None if stream is None else streams.record_event()
 
-    def read(self) -> Tensor:
-        """Returns the memory on its device. The current stream waits for it."""
+    def read(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """Returns a tensor in the memory on its device. The current stream waits for it."""
         self._forward.begin_return()
         copy, copied = self.begin_return()
         self._unread -= 1
@@ -174,7 +171,7 @@ class _OnHost:
             computing.wait_event(copied)
             streams.used_on(copy, computing)
         self._forward.reach()
-        return copy
+        return copy.as_strided(size, stride)  # kernels are chosen by strides
 
 
 def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
@@ -193,14 +190,6 @@ def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
             "add activation_checkpointing='full', so that only the inputs of units are copied, or drop it"
         ) from error
     return AS_HOST_MEMORY.value(memory)
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed[0], Tensor):
-        return read_kept(packed)
-    saved, size, stride = packed
-    memory: Tensor = saved.read()
-    return memory.as_strided(size, stride)  # kernels are chosen by strides
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:

@@ -17,6 +17,6 @@ from __future__ import annotations
 
 from .make_plan import plan_model
 from .parts import ParamPlan, PieceKind, PiecePlan, UnitPlan
-from .values import GradientReduction, Plan
+from .values import Plan
 
-__all__ = ["GradientReduction", "ParamPlan", "PieceKind", "PiecePlan", "Plan", "UnitPlan", "plan_model"]
+__all__ = ["ParamPlan", "PieceKind", "PiecePlan", "Plan", "UnitPlan", "plan_model"]

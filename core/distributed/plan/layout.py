@@ -112,19 +112,13 @@ def lay_out_unit(shapes: Sequence[Shape], num_shards: int, cut: ShardCut) -> Buc
     return rows if rows.end - flat.end < _MOST_PADDING * flat.end else flat
 
 
-def _grain(shape: Shape, cut: ShardCut) -> int:
-    """Returns the number of elements that are never split between ranks."""
-    if cut.kind == "rows":
-        return max(1, math.prod(shape[1:]))
-    return cut.block
-
-
 def _by_grains(shapes: Sequence[Shape], num_shards: int, cut: ShardCut) -> BucketLayout:
     """Places parameters in sequence, largest grain first. Parameters and shards start at multiples of the grain.
 
     So the end of a shard is a whole number of grains away from the start of the parameter that it is in.
     """
-    grains = [_grain(shape, cut) for shape in shapes]
+    # Elements that are never split between ranks.
+    grains = [max(1, math.prod(shape[1:])) if cut.kind == "rows" else cut.block for shape in shapes]
     length = math.lcm(PARAM_ALIGNMENT, *grains)
     members = sorted(range(len(shapes)), key=lambda index: -grains[index])
     ranges, end = [], 0

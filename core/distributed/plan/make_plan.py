@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,15 +13,20 @@ from ...base.errors import ParallelConfigError
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
-from . import contradictions
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan, UnitTransform
-from .pieces import Pieces, lay_out_params
-from .precision import compute_dtype, mixed_precision_policy
-from .settings import Settings, changed_settings, resolve_settings, settings_to_compare
-from .unit_choice import UnitChoice, default_units, warn_of_large_root
-from .units import find_units, params_of_units, plan_transforms, unit_of
-from .values import GradientReduction, Plan
+from .pieces import Pieces, lay_out_params, mixed_precision_policy
+from .settings import (
+    Settings,
+    changed_settings,
+    check_contradictions,
+    check_reshard,
+    config_of_engine,
+    resolve_settings,
+    settings_to_compare,
+)
+from .units import UnitChoice, default_units, find_units, params_of_units, plan_transforms, unit_of, warn_of_large_root
+from .values import Plan
 
 
 def plan_model(
@@ -41,10 +46,9 @@ def plan_model(
 
     Args:
         module: the model, on any device, the meta device too; it is only read.
-        config: the model's config; ``bf16``, ``fp16``, ``calculate_per_token_loss`` and the like are read where
-            present.
-        unit_classes: classes whose outermost instances become units, or single modules. Where parameters stay whole
-            these are only recomputed or compiled. None means `default_units` of the model.
+        config: the model's, any object; ``bf16``, ``calculate_per_token_loss`` and the like are read where present.
+        unit_classes: of the units, as of `find_units`. Where parameters stay whole these are only recomputed or
+            compiled. None means `default_units` of the model.
         engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
         disable_bucketing: reduce each buffer of whole gradients in one piece; the bucket size is ignored.
@@ -56,44 +60,33 @@ def plan_model(
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
     engine = ddp_config.engine if engine is None else engine
-    unit_classes = None if unit_classes is None else tuple(unit_classes)
-    own_config: DistributedDataParallelConfig
-    if engine is EngineKind.FLAT_BUFFERS:
-        contradictions.check_replicated(ddp_config, config, module, caller, finish_in_backward)
-        own_config = ddp_config
-        settings = resolve_settings(own_config, config, module, groups, engine, finish_in_backward)
-        units = _plan_buckets(module, own_config, settings, groups, disable_bucketing)
-        contradictions.check_contradictions(config, own_config, groups)
-        transforms: tuple[UnitTransform, ...] = ()
-        if own_config.transforms_units:  # else no module is looked for: gradients travel by bucket
-            classes = default_units(module) if unit_classes is None else unit_classes
-            transforms = plan_transforms(find_units(module, classes, splits_dtypes=False), own_config)
-        options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
+    own = config_of_engine(ddp_config, engine, caller)
+    settings = resolve_settings(own, config, module, groups, engine, finish_in_backward)
+    choices = None if unit_classes is None else tuple(unit_classes)
+    if isinstance(own, FullyShardedDataParallelConfig):
+        units = _plan_units(module, config, own, groups, choices, engine, mp_policy)
+        blocks: Sequence[UnitPlan] = units[:-1]
     else:
-        gathered: FullyShardedDataParallelConfig
-        if engine is EngineKind.FSDP2:
-            gathered = contradictions.fsdp2_config(ddp_config)
-        else:
-            gathered = contradictions.sharded_config(ddp_config, caller)
-        own_config = gathered
-        settings = resolve_settings(own_config, config, module, groups, engine)
-        units = _plan_units(module, config, gathered, groups, unit_classes, engine, mp_policy)
-        transforms = plan_transforms(units[:-1], own_config)
-        if engine is EngineKind.FSDP2:
-            _reject_units_in_selective_ones(transforms, units)
-        options = {} if mp_policy is None else {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
-    sums_gradients = getattr(config, "calculate_per_token_loss", False)
+        units = _plan_buckets(module, own, settings, groups, disable_bucketing)
+        # Gradients travel by bucket: modules are looked for only where they are recomputed or compiled.
+        classes = default_units(module) if choices is None else choices
+        blocks = find_units(module, classes, splits_dtypes=False) if own.transforms_units else ()
+    check_contradictions(config, own, groups, [piece for unit in units for piece in unit.pieces])
+    transforms = plan_transforms(blocks, own)
+    if engine is EngineKind.FSDP2:
+        _reject_units_in_selective_ones(transforms, units)
+    compared = settings_to_compare(own, config, disable_bucketing, finish_in_backward, mp_policy)
     return Plan(
         caller=caller,
         engine=engine,
-        strategy=own_config.sharding_strategy,
+        strategy=own.sharding_strategy,
         groups=groups,
         tensor_parallel_size=getattr(config, "tensor_model_parallel_size", 1),
         context_parallel_size=getattr(config, "context_parallel_size", 1),
         settings=settings,
-        compared_settings=(("the wrapper", caller), *settings_to_compare(own_config, config, options)),
-        changed_settings=changed_settings(own_config),
-        reduction=GradientReduction.SUM if sums_gradients else GradientReduction.MEAN,
+        compared_settings=(("the wrapper", caller), *compared),
+        changed_settings=changed_settings(own),
+        sums_gradients=bool(getattr(config, "calculate_per_token_loss", False)),
         units=units,
         transforms=transforms,
     )
@@ -107,27 +100,21 @@ def _plan_buckets(
     disable_bucketing: bool,
 ) -> tuple[UnitPlan, ...]:
     """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit."""
-    is_sharded = ddp_config.shards_updates
-    bucket_size = ddp_config.bucket_size
+    is_sharded, bucket_size = ddp_config.shards_updates, None if disable_bucketing else ddp_config.bucket_size
     travels_early = settings.overlap_grad_reduce or ddp_config.sharding_strategy == "optim_grads"
     travels_early = travels_early or (settings.overlap_param_gather and is_sharded)
-    if disable_bucketing:
-        bucket_size = None
-    elif bucket_size is None and travels_early:
+    if bucket_size is None and travels_early and not disable_bucketing:
         bucket_size = default_bucket_size(groups.whole.size())
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
-        dp_size = groups.of(params[0]).whole.size() if is_sharded else None
-        return lay_out_params(params, dp_size, bucket_size)
+        return lay_out_params(params, groups.of(params[0]).whole.size() if is_sharded else None, bucket_size)
 
     pieces = Pieces(module, EngineKind.FLAT_BUFFERS, ddp_config, groups=groups)
     params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
     frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
-    return (
-        *(UnitPlan(pieces=(bucket,)) for bucket in buckets),
-        UnitPlan(modules=(module,), names=("",), pieces=frozen),
-    )
+    root = UnitPlan(modules=(module,), names=("",), pieces=frozen)
+    return (*(UnitPlan(pieces=(bucket,)) for bucket in buckets), root)
 
 
 def _plan_units(
@@ -135,59 +122,53 @@ def _plan_units(
     config: Any,
     ddp_config: FullyShardedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: tuple[UnitChoice, ...] | None,
+    choices: tuple[UnitChoice, ...] | None,
     engine: EngineKind,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> tuple[UnitPlan, ...]:
     """Plans a model whose ranks share its parameters, and gather them a unit at a time."""
-    is_fsdp2 = engine is EngineKind.FSDP2
+    is_fsdp2, num_shards = engine is EngineKind.FSDP2, groups.shard.size()
     managed = (parameter for _, parameter in managed_parameters(module))
-    precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), ddp_config)
-    num_shards = groups.shard.size()
+    precision = mp_policy or mixed_precision_policy(managed, config, ddp_config)
     pieces = Pieces(module, engine, ddp_config, precision, groups=groups)
 
     def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
         if is_fsdp2:
             return pieces.by_rows(params)
         cut = ddp_config.cut_of(unit.names[0])
-
-        def lay_out(of: Sequence[nn.Parameter]) -> list[BucketLayout]:
-            num_parts = pieces.num_parts(kind_of(of[0]))
-            return [lay_out_unit([p.shape for p in of], num_parts, cut)]
-
-        return pieces.in_buffers(params, lay_out)
+        return pieces.in_buffers(
+            params, lambda of: [lay_out_unit([p.shape for p in of], pieces.num_parts(kind_of(of[0])), cut)]
+        )
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
-    classes = default_units(module) if unit_classes is None else unit_classes
+    classes = default_units(module) if choices is None else choices
     bare_units = find_units(module, classes, splits_dtypes=is_fsdp2, kinds=kinds)
     bare_units.append(unit_of((module,), {module: ""}))
-    reshards = [*_reshards(bare_units, ddp_config, num_shards, is_fsdp2)]
     params_of = list(params_of_units(bare_units))
-    if num_shards > 1 and unit_classes != ():  # which asks for no unit
+    if num_shards > 1 and choices != ():  # which asks for no unit
         warn_of_large_root(bare_units, params_of, classes)
-    units = [
-        replace(
+    units = []
+    for unit, params, reshard in zip(
+        bare_units, params_of, _reshards(bare_units, ddp_config, num_shards, is_fsdp2), strict=True
+    ):
+        planned = replace(
             unit,
             pieces=pieces_of(unit, params),
             # Only the model's outputs are cast, as `Float16Module` does.
             precision=precision if unit is bare_units[-1] else replace(precision, output_dtype=None),
             is_gathered=True,
             is_freed=reshard is not False,
-            # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
-            kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
         )
-        for unit, params, reshard in zip(bare_units, params_of, reshards, strict=True)
-    ]
-    if kinds:
-        units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]
-        _reject_kinds_among_neighbours(units)
-    contradictions.check_contradictions(config, ddp_config, groups, (piece for unit in units for piece in unit.pieces))
+        # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
+        if unit.is_needed_in_backward and not isinstance(reshard, bool) and planned.kind != "replicated":
+            if kinds:
+                _reject_kinds_among_neighbours(planned, reshard)
+            planned = replace(planned, kept_among=reshard)
+        units.append(planned)
     if is_fsdp2:
-        units = [*_keep_by_torch(units, ddp_config, num_shards)]
-    else:
-        units = [*_keep_in_slots(units, ddp_config, num_shards, is_cast=precision.param_dtype is not None)]
-    return tuple(units)
+        return tuple(_keep_by_torch(units, ddp_config, num_shards))
+    return tuple(_keep_in_slots(units, ddp_config, num_shards, is_cast=precision.param_dtype is not None))
 
 
 def _reshards(
@@ -205,18 +186,16 @@ def _reshards(
         stays = keeps_all or is_root or (is_fsdp2 and unit is last)
         default = False if stays else ddp_config.reshard_after_forward
         reshard = ddp_config.reshard_of(unit.names[0], default) if is_fsdp2 or not is_root else False
-        yield contradictions.check_reshard(reshard, num_shards)
+        yield check_reshard(reshard, num_shards)
 
 
-def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:
-    for unit in units:
-        kind = next((piece.kind for piece in unit.pieces if piece.kind != "dense"), None)
-        if unit.kept_among is not None and kind is not None:
-            name = unit.names[0]
-            raise ParallelConfigError(
-                f"reshard_after_forward is {unit.kept_among} for {name}, which has {kind} parameters, and these are "
-                f"sharded over other ranks; set True or False by reshard_overrides=({name + '=True'!r},)"
-            )
+def _reject_kinds_among_neighbours(unit: UnitPlan, kept_among: int) -> None:
+    if kind := next((piece.kind for piece in unit.pieces if piece.kind != "dense"), None):
+        name = unit.names[0]
+        raise ParallelConfigError(
+            f"reshard_after_forward is {kept_among} for {name}, which has {kind} parameters, and these are "
+            f"sharded over other ranks; set True or False by reshard_overrides=({name + '=True'!r},)"
+        )
 
 
 def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: Iterable[UnitPlan]) -> None:

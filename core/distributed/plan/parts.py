@@ -146,9 +146,9 @@ class PiecePlan(PieceKind):
         """Dtypes of this rank's gradients after the reduction."""
         if not self.is_trained:
             return frozenset()
-        in_fp32 = any(param.accumulates_in_fp32 for param in self.params) and not self.releases_grads
-        dtype = self.shard_grad_dtype if self.releases_grads else self.grad_dtype
-        return frozenset((dtype, torch.float32) if in_fp32 else (dtype,))
+        if self.releases_grads:
+            return frozenset({self.shard_grad_dtype})
+        return frozenset({self.grad_dtype, *(torch.float32 for p in self.params if p.accumulates_in_fp32)})
 
     def places_in_shard(self, shard: int) -> tuple[tuple[int, int], ...]:
         """Returns each parameter's elements in a shard, ``[start, end)``, counted from the shard's beginning."""

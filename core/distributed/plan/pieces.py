@@ -1,11 +1,11 @@
-"""Decides which parameters of a unit are reduced and gathered together, and where they are in flat buffers."""
+"""Decides the dtypes of parameters and gradients, and which of a unit travel together, and where in flat buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,17 +13,53 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ...base import device
-from ...base.dtypes import dtype_name
+from ...base.dtypes import LOW_PRECISION, as_dtype, dtype_name
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.module_protocol import names_of_borrowers
 from ...base.parameters import can_be_pending, is_packed, local_part
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
+from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups, ParameterKind, kind_of
 from .layout import BucketLayout, FullParamLayout, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan, bounds_by_rows
 
 LayOut = Callable[[Sequence[nn.Parameter]], Iterable[BucketLayout]]
 """Places parameters of one kind in buckets, one after the other."""
+
+
+def mixed_precision_policy(
+    parameters: Iterable[torch.Tensor], config: Any, ddp_config: FullyShardedDataParallelConfig
+) -> MixedPrecisionPolicy:
+    """Returns the dtypes in which a model computes, reduces and answers.
+
+    Parameters that all arrived in fp32 are cast for the all-gather, and inputs and outputs too, as `Float16Module`
+    does for others: the fp32 shard is the master copy. Where some arrived in lower precision, every parameter keeps
+    the dtype in which it came, fp32 norms and routers among them.
+
+    Args:
+        config: the model's, any object, whose ``bf16`` and ``fp16`` say how it computes; ``param_dtype`` overrides
+            them, for every parameter.
+
+    Raises:
+        ParallelConfigError: fp16 in a model whose config does not know of it.
+    """
+    is_fp16 = not getattr(config, "bf16", False) and getattr(config, "fp16", False)
+    dtype_of_model = torch.float16 if is_fp16 else torch.bfloat16 if getattr(config, "bf16", False) else torch.float32
+    arrived = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+    override = as_dtype(ddp_config.param_dtype)
+    param_dtype = override or dtype_of_model
+    is_cast = override is not None or (arrived == {torch.float32} and param_dtype != torch.float32)
+    reduce_dtype = as_dtype(ddp_config.reduce_dtype) or (torch.float32 if ddp_config.grad_reduce_in_fp32 else None)
+    if torch.float16 in (override, reduce_dtype) and not is_fp16:
+        raise ParallelConfigError(
+            f"param_dtype is {ddp_config.param_dtype} and reduce_dtype {ddp_config.reduce_dtype}, but the model's "
+            "config has fp16=False, so that no loss scale would keep small gradients from vanishing; set "
+            "fp16=True there"
+        )
+    if not is_cast:
+        return MixedPrecisionPolicy(None, reduce_dtype, cast_forward_inputs=False)
+    output_dtype = torch.float32 if param_dtype in LOW_PRECISION else None
+    return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype)
 
 
 class ParameterNames:
@@ -33,22 +69,21 @@ class ParameterNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named_params = list(model.named_parameters(remove_duplicate=False))
-        # Filled here, then fixed: the names of each parameter, its first one first.
+        names, borrowers = list[str](), names_of_borrowers(model)
+        # The names of each parameter, its first one first.
         self.of: dict[nn.Parameter, tuple[str, ...]] = {}
-        for name, parameter in named_params:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.append(name)
             self.of[parameter] = (*self.of.get(parameter, ()), name)
-        names = [name for name, _ in named_params]
-        borrowers = names_of_borrowers(model)
         for parameter in self.of:
             if getattr(parameter, "shared_embedding", False):
-                self.of[parameter] = (*self.of[parameter], *borrowers)
-        # The place of each name, borrowed ones last; fixed.
+                self.of[parameter] += tuple(borrowers)
+        # The place of each name, borrowed ones last.
         self.places = {name: place for place, name in enumerate([*names, *borrowers])}
 
 
 class Pieces:
-    """Makes the pieces of a model's units, one unit after the other.
+    """Makes the pieces of a model's units, one unit after the other. It lives while one model is planned.
 
     Args:
         precision: the dtypes of computation and reduction; without casts each parameter keeps its own.
@@ -64,22 +99,24 @@ class Pieces:
         *,
         groups: DataParallelGroups,
     ) -> None:
-        # All fixed but `_buffers`. An instance lives while one model is planned.
         self.names, self._groups = ParameterNames(module), groups
-        self._is_sharded, self._is_gathered = ddp_config.sharding_strategy != "no_shard", ddp_config.shards_parameters
-        self._fp32_patterns = ddp_config.param_name_patterns_for_fp32_local_accumulation
-        self._kind_over = partial(
-            kind_of_parameter, engine=engine, ddp_config=ddp_config, precision=precision, num_parts=self.num_parts()
-        )
+        self._engine, self._config, self._precision = engine, ddp_config, precision
         # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
         self._buffers: dict[PieceKind, list[PiecePlan]] = {}
 
     def num_parts(self, kind: ParameterKind = "dense") -> int:
         """Returns the number of ranks that share the update of a parameter of this kind."""
-        return self._groups.of_kind(kind).shard.size() if self._is_sharded else 1
+        return self._groups.of_kind(kind).shard.size() if self._config.shards_updates else 1
 
-    def _kind_of(self, param: nn.Parameter) -> PieceKind:
-        return self._kind_over(param, num_param_shards=self._groups.of(param).shard.size() if self._is_gathered else 1)
+    def _by_kind(self, params: Iterable[nn.Parameter]) -> dict[PieceKind, list[nn.Parameter]]:
+        groups: dict[PieceKind, list[nn.Parameter]] = {}
+        for param in params:
+            num_shards = self._groups.of(param).shard.size() if self._config.shards_parameters else 1
+            kind = kind_of_parameter(
+                param, self._engine, self._config, self._precision, self.num_parts(), num_param_shards=num_shards
+            )
+            groups.setdefault(kind, []).append(param)
+        return groups
 
     def in_buffers(self, params: Sequence[nn.Parameter], lay_out_kind: LayOut) -> tuple[PiecePlan, ...]:
         """Puts a unit's parameters into one buffer for each kind, behind those of earlier units.
@@ -93,12 +130,13 @@ class Pieces:
         pieces = []
         for param in reversed(params):
             self._reject_unfit(param)
-        for kind, of_kind in _group_by_kind(reversed(params), self._kind_of).items():
+        for kind, of_kind in self._by_kind(reversed(params)).items():
             buckets = self._buffers.setdefault(kind, [])
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
             for layout in lay_out_kind(of_kind):
+                num_parts = self.num_parts(kind.kind)
                 members = [
-                    self._plan_of(of_kind[i], kind, layout.bounds(place, self.num_parts(kind.kind)))
+                    self._plan_of(of_kind[i], kind, layout.bounds(place, num_parts))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
                 ]
                 in_buffer = replace(layout, start=first + layout.start, end=first + layout.end)
@@ -109,35 +147,35 @@ class Pieces:
 
     def by_rows(self, params: Iterable[nn.Parameter], *, is_cut: bool = True) -> tuple[PiecePlan, ...]:
         """Returns the pieces of parameters that no flat buffer holds, each cut by its first dimension, or whole."""
-        return tuple(
-            PiecePlan(
-                **vars(kind),
-                params=tuple(
-                    self._plan_of(
-                        param, kind, bounds_by_rows(_local_shape(param), self.num_parts(kind.kind) if is_cut else 1)
-                    )
-                    for param in of_kind
-                ),
-            )
-            for kind, of_kind in _group_by_kind(params, self._kind_of).items()
-        )
+        pieces = []
+        for kind, of_kind in self._by_kind(params).items():
+            num_parts = self.num_parts(kind.kind) if is_cut else 1
+            members = [self._plan_of(p, kind, bounds_by_rows(_local_shape(p), num_parts)) for p in of_kind]
+            pieces.append(PiecePlan(**vars(kind), params=tuple(members)))
+        return tuple(pieces)
 
     def _plan_of(self, param: nn.Parameter, kind: PieceKind, bounds: tuple[int, ...]) -> ParamPlan:
-        names, places = self.names.of[param], self.names.places
-        if is_packed(param):
-            _reject_changes(names[0], kind)
-        if self._is_gathered and hasattr(param, "CB"):
+        names = self.names.of[param]
+        if is_packed(param) and kind.is_trained:
+            raise WrapError(f"parameter {names[0]} holds packed codes, which no gradient can change; freeze it")
+        if is_packed(param) and kind.gathered_dtype != kind.param_dtype:
+            raise ParallelConfigError(
+                f"parameter {names[0]} holds packed codes in {dtype_name(kind.param_dtype)}, which a cast to "
+                f"{dtype_name(kind.gathered_dtype)} would destroy; store it in torch.uint8 or in the dtype of "
+                "computation (quant_storage), or leave param_dtype and the config's bf16 and fp16 out"
+            )
+        if self._config.shards_parameters and hasattr(param, "CB"):
             raise WrapError(
                 f"parameter {names[0]} is a {type(param).__name__}, whose layer reads whole 8-bit codes from its "
                 "attribute CB, not those that are gathered; use DistributedDataParallel, or codes in 4 bits"
             )
-        has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
+        is_low = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
+        patterns = self._config.param_name_patterns_for_fp32_local_accumulation if is_low else ()
         return ParamPlan(
             names=names,
-            places=tuple(places[name] for name in names),
+            places=tuple(self.names.places[name] for name in names),
             shape=_local_shape(param),
-            accumulates_in_fp32=has_own_dtype
-            and any(pattern == "all" or fnmatch(names[0], pattern) for pattern in self._fp32_patterns),
+            accumulates_in_fp32=any(pattern == "all" or fnmatch(names[0], pattern) for pattern in patterns),
             bounds=bounds,
         )
 
@@ -145,23 +183,12 @@ class Pieces:
         name = self.names.of[param][0]
         if isinstance(param, DTensor):
             raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
-        if self._is_gathered and not can_be_pending(param) and not is_packed(param):
+        if self._config.shards_parameters and not can_be_pending(param) and not is_packed(param):
             raise WrapError(
                 f"parameter {name} is a {type(param).__name__}, and FullyShardedDataParallel makes readers of a "
                 "parameter wait by its class, nn.Parameter; make it an nn.Parameter, or use "
                 "TorchFullyShardedDataParallel"
             )
-
-
-def _reject_changes(name: str, kind: PieceKind) -> None:
-    if kind.is_trained:
-        raise WrapError(f"parameter {name} holds packed codes, which no gradient can change; freeze it")
-    if kind.gathered_dtype != kind.param_dtype:
-        raise ParallelConfigError(
-            f"parameter {name} holds packed codes in {dtype_name(kind.param_dtype)}, which a cast to "
-            f"{dtype_name(kind.gathered_dtype)} would destroy; store it in torch.uint8 or in the dtype of computation "
-            "(quant_storage), or leave param_dtype and the config's bf16 and fp16 out"
-        )
 
 
 def kind_of_parameter(
@@ -202,7 +229,7 @@ def kind_of_parameter(
         shard_grad_dtype=shard_grad_dtype,
         device=device.current_device() if param.is_meta else param.device,  # where it will be materialized
         num_param_shards=num_param_shards,
-        holds_params=ddp_config.sharding_strategy != "no_shard",
+        holds_params=ddp_config.shards_updates,
         releases_grads=param.requires_grad and releases_grads,
     )
 
@@ -234,21 +261,12 @@ def full_param_layout(
         bucket_size: elements; None means one bucket for each kind of parameter.
         dp_size: ranks that share a bucket.
     """
-    kinds = _group_by_kind(
-        reversed(params), lambda param: kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config)
-    )
+    kinds: dict[PieceKind, list[nn.Parameter]] = {}
+    for param in reversed(params):
+        kinds.setdefault(kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config), []).append(param)
     return tuple(tuple(lay_out_params(of, dp_size, bucket_size)) for of in kinds.values())
 
 
 def _local_shape(param: nn.Parameter) -> tuple[int, ...]:
     """Returns the shape of this rank's part of a DTensor, which tensor parallelism has cut."""
     return tuple(local_part(param.detach()).shape)
-
-
-def _group_by_kind(
-    params: Iterable[nn.Parameter], kind_of: Callable[[nn.Parameter], PieceKind]
-) -> dict[PieceKind, list[nn.Parameter]]:
-    groups: dict[PieceKind, list[nn.Parameter]] = {}
-    for param in params:
-        groups.setdefault(kind_of(param), []).append(param)
-    return groups

@@ -8,9 +8,8 @@ are built from a plan, and keep it. Reports, checks and error messages read it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from torch import nn
 
@@ -18,17 +17,8 @@ from ...base.errors import WrapError
 from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import EngineKind, shards_parameters
 from ..groups import DataParallelGroups, ParameterKind
-from .layout import FullParamLayout
 from .parts import ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 from .settings import Settings
-
-
-class GradientReduction(Enum):
-    """How the gradients of replicas are reduced."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    """``calculate_per_token_loss``: `finalize_model_grads` divides by the number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +39,8 @@ class Plan:
     """Names and values, as text, of all settings that must be equal on all ranks."""
     changed_settings: str = ""
     """The wrapper's settings that differ from their defaults, as text for reports."""
-    reduction: GradientReduction
+    sums_gradients: bool
+    """Gradients of replicas are summed, not averaged: `finalize_model_grads` divides by the number of tokens."""
 
     units: tuple[UnitPlan, ...]
     """Children before parents. The last one is the model, with the parameters that are in no other unit."""
@@ -82,27 +73,16 @@ class Plan:
         trained = [piece for piece in self._pieces() if piece.is_trained]
         return tuple(p.bucket for p in sorted(trained, key=lambda p: -p.place) if p.bucket is not None)
 
-    @property
-    def layout(self) -> FullParamLayout:
-        """The layout of all buffers."""
-        return tuple(tuple(bucket.layout for bucket in buckets) for buckets in self.buffers)
-
     def over_ranks_of(self, kind: ParameterKind) -> Plan:
         """Returns the plan with the ranks of a kind of parameters in `groups`."""
         groups = self.groups.of_kind(kind)
         if groups is self.groups:
             return self
-        settings = self.settings
-        if (
+        # FSDP2's replicated ones are reduced when those of all micro-batches are there.
+        each = self.settings.reduce_every_micro_batch and not (
             kind == "replicated" and self.engine is EngineKind.FSDP2
-        ):  # reduced when those of all micro-batches are there
-            settings = replace(settings, reduce_every_micro_batch=False)
-        return replace(self, groups=groups, settings=settings)
-
-    @property
-    def reduces_during_backward(self) -> bool:
-        """Whether buckets are sent when their gradients are complete, instead of all at the end."""
-        return self.settings.overlap_grad_reduce or self.strategy in ("optim_grads", "optim_grads_params")
+        )
+        return replace(self, groups=groups, settings=replace(self.settings, reduce_every_micro_batch=each))
 
     @property
     def shards_parameters(self) -> bool:
@@ -118,30 +98,6 @@ class Plan:
     def is_replicated(self) -> bool:
         """Whether nothing is sharded: every rank updates whole parameters."""
         return self.strategy == "no_shard"
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether backward recomputes activations of some units."""
-        return any(transform.recomputes != "none" for transform in self.transforms)
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether some units are prefetched."""
-        return self.settings.forward_prefetch + self.settings.backward_prefetch > 0
-
-    @property
-    def asked_by(self) -> Mapping[str, str]:
-        """Maps a property of the plan or a unit to the setting that changes it, for advice in messages."""
-        requests = {
-            "recomputes": "activation_checkpointing='full'",
-            "reduce_every_micro_batch": "reduce_every_micro_batch=True",
-        }
-        if self.shards_parameters:
-            advice = ", keep_gathered_between_micro_batches='none'" if self.engine is EngineKind.FSDP2 else ""
-            requests["is_freed"] = f"reshard_after_forward=True{advice}"
-            requests["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
-            requests["cpu_offload"] = "cpu_offload=True"
-        return requests
 
     @property
     def tree(self) -> MicroBatchTree | None:

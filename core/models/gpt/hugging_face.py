@@ -186,7 +186,7 @@ def save_hugging_face(
     wrappers = [model] if isinstance(model, nn.Module) else model
     for wrapper in wrappers:
         if (engine := getattr(wrapper, "engine", None)) is not None:
-            engine.settle()  # waits for the last update
+            engine.parameters.settle()  # waits for the last update
     stages = [gpt_of(wrapper) for wrapper in wrappers]
     ours = stages_state_dict(stages)
     if any(map(is_adapter, ours)):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...base.device import current_device
 from ...base.errors import ParallelConfigError, warn_once
 from ...comm.lane import known_on_host
-from ...distributed.engine.owners import owner_of
+from ...distributed.engine.engine import owner_of
 from ...distributed.groups import whole_group
 from ...process_groups_config import ProcessGroupCollection
 from .. import update_rules as rules

@@ -27,21 +27,21 @@ MUTATIONS = (
     # ---- wrappers
     Mutation(
         "a step without gradients of all ranks is let through",
-        "core.distributed.gradient_state.GradientState.check_may_step",
-        r"if not self\.is_reduced:",
-        "if not self.is_reduced and self.phase is Phase.ZEROED:",
+        "core.distributed.step.Step.check",
+        r"\.get\(self\.phase\)\) is not None:",
+        ".get(self.phase)) is not None and self.phase is not Phase.ACCUMULATING:",
         (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2_overlap]",),
     ),
     Mutation(
         "the first gradient is not scaled",
-        "core.distributed.data_parallel_base._BaseDataParallel._scale_gradients",
+        "core.distributed.data_parallel_base._scale",
         r"_foreach_mul_\(gradients",
         "_foreach_mul_(gradients[1:]",
         (CONTRACT, _FSDP2),
     ),
     Mutation(
         "FSDP2 keeps gradients from step to step",
-        "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.zero_gradients",
+        "core.distributed.fsdp2.fsdp2_engine.TorchGradients.zero",
         r"\w+\.grad = None",
         "pass",
         (CONTRACT, _FSDP2),
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are reduced in the compute dtype, not in reduce_dtype",
-        "core.distributed.plan.precision.mixed_precision_policy",
+        "core.distributed.plan.pieces.mixed_precision_policy",
         "reduce_dtype or param_dtype",
         "param_dtype",
         _PRECISION,
@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         "left out: FSDP2 leaves replicated gradients to each rank",
-        "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.finish_reduction",
+        "core.distributed.fsdp2.fsdp2_engine.TorchGradients.finish",
         r"self\._reduce_replicated\(\)",
         "pass",
         (_LEFT_OUT,),
@@ -195,7 +195,7 @@ MUTATIONS = (
     Mutation(
         "the sum of a global batch over ranks is not made a mean",
         "core.distributed.data_parallel_base._BaseDataParallel.finish_grad_sync",
-        r"self\._scale_gradients\(.*\)",
+        r"_scale\(engine, .*\)",
         "pass",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
@@ -215,7 +215,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are summed and not averaged",
-        "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
+        "core.distributed.engine.gradients.BucketReduction.reduce",
         r"scale = 1\.0 / divisor",
         "scale = 1.0",
         (FLAT,),
@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
-        "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
+        "core.distributed.engine.gradients.BucketReduction.reduce",
         r"reduce\(part, self\.replica_group",
         "reduce(part, self.shard_group",
         (_BUFFERS, CONTRACT, _EQUALITY),
@@ -258,22 +258,22 @@ MUTATIONS = (
     # ---- units
     Mutation(
         "what was gathered before a step is used after it",
-        "core.distributed.flat.gathering.ParameterGathering.forget",
+        "core.distributed.flat.sharded_parameters.ShardedParameters.invalidate",
         r"unit\.slot\.owner = None",
         "pass",
         (f"{_EQUALITY}::test_wrappers_are_equal_bitwise_on_two_ranks[adamw-zero3-2]",),
     ),
     Mutation(
         "a backward reads the parameters that another unit was gathered into the slot",
-        "core.distributed.flat.gathering.ParameterGathering.after_call",
+        "core.distributed.flat.sharded_parameters.CallHooks._after",
         r"watch_outputs\(.*\)",
         "pass",
         _SAVED,
     ),
     Mutation(
         "a weight that autograd has saved is read from another unit's slot",
-        "core.distributed.flat.gathering.ParameterGathering._gather_saved",
-        r"unit\.used_in != current_backward\(\) or not unit\.is_ready",
+        "core.distributed.flat.sharded_parameters.ShardedParameters._gather_saved",
+        r"unit\.used_in != current_backward\(\) or unit\.phase is UnitPhase\.HIDDEN",
         "False",
         _SAVED,
     ),
@@ -286,7 +286,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a parent reads a weight in a slot that another unit takes",
-        "core.distributed.flat.gathering.ParameterGathering._on_use",
+        "core.distributed.flat.sharded_parameters.ShardedParameters._on_use",
         r"and unit\.takes_turns",
         "and False",
         _SAVED,
@@ -300,7 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two units that run at once share a slot",
-        "core.distributed.flat.gathering.ParameterGathering._reject_running",
+        "core.distributed.flat.sharded_parameters.ShardedParameters.gather",
         r"if owner is not None and owner\.num_running:",
         "if False:",
         (_SLOTS,),
@@ -322,21 +322,21 @@ MUTATIONS = (
     ),
     Mutation(
         "gathered parameters survive a step",
-        "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.prepare_forward",
+        "core.distributed.fsdp2.fsdp2_engine.TorchParameters.prepare_forward",
         r"(if self\._writes_to_shards\.find\(\)):",
-        r"\1 and (not self._has_allocated):",
+        r"\1 and (not self.has_allocated):",
         ("tests/unit/distributed/fsdp2/test_shard_model.py",),
     ),
     Mutation(
         "a backward that raised is forgotten",
-        "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.recover",
-        r"self\.gradient_state\.note_broken\(\)",
+        "core.distributed.fsdp2.fsdp2_engine.TorchGradients.recover",
+        r"self\.state\.enter\(Phase\.BROKEN\)",
         "pass",
         (f"{OUTSIDE_THE_LOOP}[a_step_goes_on_after_a_backward_that_raised_and_is_made_again-fsdp2]",),
     ),
     Mutation(
         "FSDP2 reduces every micro-batch",
-        "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.set_sync",
+        "core.distributed.fsdp2.fsdp2_engine.TorchGradients.set_sync",
         r"set_requires_gradient_sync\(enabled",
         "set_requires_gradient_sync(True",
         (CONTRACT, _FSDP2),
@@ -357,7 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "packed codes are cast with the model",
-        "core.distributed.plan.pieces._reject_changes",
+        "core.distributed.plan.pieces.Pieces._plan_of",
         r"kind\.gathered_dtype != kind\.param_dtype",
         "False",
         (f"{_PACKED}::test_what_would_change_codes_is_refused",),
@@ -386,7 +386,7 @@ MUTATIONS = (
     ),
     Mutation(
         "streams: offloaded gradients block the host",
-        "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
+        "core.distributed.engine.gradients.BucketReduction.reduce",
         r"shard\.copy_\(part, non_blocking=True\)",
         "shard.copy_(part)",
         (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
@@ -421,7 +421,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an activation that was written since it was saved is that of before",
-        "core.distributed.model.offloaded_activations._Forward.pack",
+        "core.distributed.model.offloaded_activations._Forward.place",
         r"memory\.dtype, tensor\._version",
         "memory.dtype",
         (f"{_OFFLOADED}::test_a_tensor_written_later_keeps_its_saved_value",),
@@ -456,7 +456,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of somebody's own model are in the root",
-        "core.distributed.plan.unit_choice.default_units",
+        "core.distributed.plan.units.default_units",
         r"tuple\(_lists_of_layers\(root\)\)",
         "()",
         ("tests/unit/distributed/plan/test_unit_choice.py",),

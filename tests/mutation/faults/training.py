@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import PROGRAMS_ON_STREAMS, REPRODUCIBLE
 
-_CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
+_CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_on_two_ranks_is_the_step_of_one_process"
 
 LAUNCH = "tests/unit/training/launch/"
 

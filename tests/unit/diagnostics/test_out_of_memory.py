@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,12 +31,18 @@ from core.diagnostics.out_of_memory import (
     savings,
     table_lines,
 )
-from core.distributed.groups import DataParallelGroups
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
+from core.distributed.groups import DataParallelGroups, find_groups
 from core.distributed.plan import plan_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer import TransformerConfig
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import on_ranks, run_distributed
-from tests.unit.distributed._toys import batches, build, loss_of, settings, toy
+from tests.unit.distributed._toys import UNITS, batches, build, loss_of, settings, toy
 
 ON_A_GPU = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which ..."
 
@@ -219,3 +226,21 @@ def test_the_table_leaves_out_what_holds_nothing():
         ["activations", "and", "other", "2", "MiB"],
         ["together", "3", "MiB"],
     ]
+
+
+ALL_SETTINGS = [
+    *(DistributedDataParallelConfig(data_parallel_sharding_strategy=s) for s in ("no_shard", "optim", "optim_grads")),
+    FullyShardedDataParallelConfig(forward_prefetch=1),
+    TorchFullyShardedDataParallelConfig(),
+]
+
+
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
+def test_advice_names_settings_that_there_are(settings: DistributedDataParallelConfig) -> None:
+    with fake_world(rank=0, world_size=2):
+        plan = plan_model(toy(), None, settings, find_groups("test", 1, dist.group.WORLD), UNITS)
+        wrapper = SimpleNamespace(plan=plan, config=None, process_group=plan.groups.whole, module=toy())
+        advice = " ".join(name for name, _ in savings(wrapper, dict.fromkeys(CATEGORIES, 10**9), 0, "cuda"))
+    found = set(re.findall(r"(\w+)=", advice)) - {"bf16"}
+    assert found <= {f.name for kind in (type(settings), TransformerConfig) for f in fields(kind)}
+    assert "activation_checkpointing" in found and ("cpu_offload" in found) == plan.shards_parameters

@@ -129,6 +129,19 @@ class Stack(nn.Module):
         return x * self.gain
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable one of rank 2 next to it (LoRA, Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
 UNITS = (Block, nn.Embedding, nn.Linear)
 
 
@@ -234,7 +247,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gather_shards(model: _BaseDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found, plan = {}, model.plan
     for bucket in (b for b in model.engine.buckets if b.has_reduced):
-        whole = bucket.local_grad_shard.clone()
+        whole = bucket.grads.shard.clone()
         for group in (plan.groups.shard,):
             parts = [torch.empty_like(whole) for _ in range(group.size())]
             dist.all_gather(parts, whole, group=group)

@@ -49,7 +49,7 @@ def test_whole_gradients_live_until_they_are_reduced(kind: str, every: bool) -> 
                     loss_of(model, tokens).backward()
                 assert held() == (0 if every or index == 2 else len(model.bucket_groups))
                 if not every and index < 2:  # shards are not needed yet
-                    assert all(group.separate_shard is None for group in model.bucket_groups)
+                    assert all(group.grads.separate_shard is None for group in model.bucket_groups)
             finalize_model_grads([model])
             assert all(getattr(p, "main_grad", None) is None for p in model.parameters())
     if every:  # two ranks are added first, three micro-batches afterwards

@@ -36,7 +36,7 @@ def _trained(
             loss_of(model, batches(0)[0].to(device)).backward()
             model.finish_grad_sync()
             norms.append(optimizer.step()[1])
-        model.engine.settle()
+        model.engine.parameters.settle()
         calls = reduced.call_count - before + scattered.call_count, gathered.call_count
     weights = [local_part(p).cpu().clone() for group in optimizer.param_groups for p in group["params"]]
     return weights, norms, calls

@@ -227,10 +227,9 @@ def test_save_state_and_load_state_continue_bitwise(pairs, tmp_path):
 
 @on_ranks(2)
 def test_hooks_and_the_ways_to_save_a_model_work(tmp_path) -> None:
-    folder = str(tmp_path)
     for strategy in ("optim_grads_params", "fsdp2"):
         with fresh_accelerate():
-            _save_in_every_way(f"{folder}/{strategy}", Loop(strategy))
+            _save_in_every_way(f"{tmp_path}/{strategy}", Loop(strategy))
 
 
 def _save_in_every_way(folder: str, loop: Loop) -> None:
@@ -298,14 +297,13 @@ def test_two_backwards_of_a_step_count_both_or_raise(strategy):
 
 @on_ranks(1)
 def test_a_state_that_was_saved_without_is_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     from core.base.errors import CheckpointError
 
     with fresh_accelerate():
         loop = Loop(None)
         loop.epoch()
-        loop.accelerator.save_state(folder)
+        loop.accelerator.save_state(tmp_path)
     with fresh_accelerate():
         loop = Loop("optim")
         with pytest.raises(CheckpointError, match="was not saved by an accelerator of use_shardstack"):
-            loop.accelerator.load_state(folder)
+            loop.accelerator.load_state(tmp_path)

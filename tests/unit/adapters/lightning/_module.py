@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from core.dist_checkpointing import FlatRange, model_state_dict
 from core.distributed import _BaseDataParallel
-from core.distributed.engine.owners import owner_of
+from core.distributed.engine.engine import owner_of
 from tests.unit.adapters._adapters import Net, batch, mean_gradients
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")

@@ -19,6 +19,7 @@ from core.base.errors import CheckpointError
 from core.base.files import BoundsError
 from core.dist_checkpointing import load, save
 from core.dist_checkpointing.format.torch_files import check_pickle, read_tensor_archive
+from tests.unit.dist_checkpointing._pieces import Bomb
 
 
 def archive_of(value: object) -> bytes:
@@ -90,16 +91,6 @@ def test_what_is_no_tensor_or_not_all_there_is_refused(kind: str):
     assert len(str(caught.value)) < 500
 
 
-class _Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 @pytest.fixture
 def torch_checkpoint(tmp_path) -> Path:
     state = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "s": torch.tensor(4)}
@@ -124,7 +115,7 @@ def test_what_torch_wrote_is_read_without_unpickling_it(torch_checkpoint, monkey
 def test_entries_of_torch_that_are_no_tensors_are_never_read(tmp_path):
     bomb = tmp_path / "ran"
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"w": torch.ones(2), "step": _Bomb(bomb)}, checkpoint_id=tmp_path / "theirs")
+        dcp.save({"w": torch.ones(2), "step": Bomb(bomb)}, checkpoint_id=tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="not asked for, but in the checkpoint: step"):
         load({"w": torch.zeros(2)}, tmp_path / "theirs")
     w = torch.zeros(2)
@@ -141,9 +132,9 @@ def test_a_pickle_in_place_of_the_description_runs_nothing(torch_checkpoint):
     bomb = torch_checkpoint.parent / "ran"
     honest = (torch_checkpoint / ".metadata").read_bytes()
     whole = pickle.loads(honest)
-    whole.planner_data = _Bomb(bomb)  # a description that is otherwise right
+    whole.planner_data = Bomb(bomb)  # a description that is otherwise right
     attacks = [
-        pickle.dumps(_Bomb(bomb)),
+        pickle.dumps(Bomb(bomb)),
         pickle.dumps(whole),
         f"cos\nsystem\n(S'touch {bomb}'\ntR.".encode(),
         pickle.dumps({"no": "metadata"}),
@@ -177,8 +168,8 @@ def test_a_class_that_a_pickle_edits_is_its_own_stand_in(torch_checkpoint):
 def test_a_payload_that_is_a_pickle_runs_nothing(torch_checkpoint):
     bomb = torch_checkpoint.parent / "ran"
     payload = io.BytesIO()
-    torch.save(_Bomb(bomb), payload)
-    for attack in (payload.getvalue(), pickle.dumps(_Bomb(bomb))):
+    torch.save(Bomb(bomb), payload)
+    for attack in (payload.getvalue(), pickle.dumps(Bomb(bomb))):
         description = pickle.loads((torch_checkpoint / ".metadata").read_bytes())
         file = next(torch_checkpoint.glob("*.distcp"))
         file.write_bytes(attack + bytes(10_000))
@@ -215,7 +206,7 @@ def test_one_list_of_pieces_for_many_tensors_is_not_multiplied(torch_checkpoint)
 def test_a_payload_of_ours_is_bytes_of_any_content(tmp_path):
     """A pickle in a raw file is read as the numbers that its bytes are."""
     bomb = tmp_path / "ran"
-    attack = pickle.dumps(_Bomb(bomb))
+    attack = pickle.dumps(Bomb(bomb))
     save({"w": torch.zeros(len(attack), dtype=torch.uint8)}, tmp_path / "it", metadata={})
     (tmp_path / "it" / "rank_00000.bin").write_bytes(attack)
     state = {"w": torch.zeros(len(attack), dtype=torch.uint8)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.distributed import finalize_model_grads
-from core.distributed.engine.engine import Engine
-from core.distributed.flat.flat_engine import FlatEngine
-from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine
+from core.distributed.engine.engine import Engine, Gradients, Parameters
+from core.distributed.flat.flat_engine import FlatEngine, FlatGradients
+from core.distributed.flat.sharded_parameters import ShardedParameters
+from core.distributed.flat.whole_parameters import WholeParameters
+from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine, TorchGradients, TorchParameters
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks
@@ -35,7 +39,7 @@ def test_gradients_of_all_ranks_are_the_whole_gradient(kind: str) -> None:
         accumulate(wrapped)
         finalize_model_grads([wrapped])
     trained = [p for p in model.module.parameters() if p.requires_grad]
-    total = torch.stack([model.engine.gradient(p).double().sum() for p in trained])
+    total = torch.stack([model.engine.gradients.of(p).double().sum() for p in trained])
     dist.all_reduce(total)
     copies = 2.0 if kind == "ddp" else 1.0  # every rank has the whole gradient
     whole = [full(p.main_grad).double() for p in reference.module.parameters() if p.requires_grad]
@@ -46,10 +50,31 @@ def test_gradients_of_all_ranks_are_the_whole_gradient(kind: str) -> None:
 
 
 def test_both_engines_have_all_that_callers_use():
-    abstract = {name for name in dir(Engine) if getattr(getattr(Engine, name), "__isabstractmethod__", False)}
-    implemented = ("settle", "updated", "reopen", "finish_reduction", "zero_gradients", "check_direct_step", "held")
-    assert abstract == set(implemented)
-    assert not FlatEngine.__abstractmethods__ and not Fsdp2Engine.__abstractmethods__
+    assert Parameters.__abstractmethods__ == {"settle", "receivers", "held"}
+    assert Gradients.__abstractmethods__ == {"reopen", "finish", "zero", "held"}
+    assert Engine.__abstractmethods__ == {"names_of_parameters", "prepare_direct_step"}
+    kinds = (
+        FlatEngine,
+        WholeParameters,
+        ShardedParameters,
+        FlatGradients,
+        Fsdp2Engine,
+        TorchParameters,
+        TorchGradients,
+    )
+    assert not any(kind.__abstractmethods__ for kind in kinds)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@on_ranks(2)
+def test_callers_need_no_more_than_the_interface(kind: str) -> None:
+    engine = build(kind, toy()).engine
+    for part, interface in ((engine.parameters, Parameters), (engine.gradients, Gradients)):
+        assert isinstance(part, interface)
+        overridden = [name for name in vars(interface) if not name.startswith("_") and name in vars(type(part))]
+        for name in overridden:  # with the same arguments, so that no caller asks which engine it is
+            found, declared = (inspect.signature(getattr(of, name)) for of in (type(part), interface))
+            assert [*found.parameters][: len(declared.parameters)] == [*declared.parameters], name
 
 
 @pytest.mark.parametrize("kind", quick(WRAPPERS, lambda kind: kind not in ("ddp_overlap", "zero1")))
@@ -61,7 +86,7 @@ def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
     for name, parameter in model.module.named_parameters():
         bounds = planned[name].bounds
         held = bounds[part + 1] - bounds[part] if cuts else bounds[-1]
-        assert model.engine.shard(parameter).numel() == held
+        assert model.engine.parameters.shard(parameter).numel() == held
     accumulate(model)
     assert sum(tensor.numel() for tensor in model.engine.held()["gradients"])
     finalize_model_grads([model])
@@ -71,8 +96,8 @@ def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
         if gradient is not None:
             bounds = planned[name].bounds
             assert gradient.numel() == bounds[part + 1] - bounds[part]
-    model.engine.recover()  # of nothing: gradients stay
-    assert model.gradient_state.is_reduced
-    model.engine.settle()
+    model.engine.gradients.recover()  # of nothing: gradients stay
+    assert model.step.is_reduced
+    model.engine.parameters.settle()
     with model.whole_parameters():
         assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))

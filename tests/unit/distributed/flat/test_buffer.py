@@ -129,7 +129,7 @@ def test_gradients_in_fp32_memory_are_for_our_optimizers() -> None:
     (buffer,) = model.buffers
     weights = [param for param in model.parameters() if param.dim() == 2]
     assert [param.main_grad is not None and param.main_grad.dtype for param in weights] == [torch.float32] * 2
-    assert [tuple(gradient.shape) for gradient in buffer.buckets[0].accumulators] == [(3, 7), (7, 5)]
+    assert [tuple(gradient.shape) for gradient in buffer.buckets[0].grads.accumulators] == [(3, 7), (7, 5)]
     model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
     model.finish_grad_sync()
     with pytest.raises(ShardstackError, match=r"a gradient was read from param.grad.*keeps it in another dtype"):

@@ -70,14 +70,14 @@ def test_a_loan_ends_when_its_gradient_cannot_come(end: Callable[[GradSlot], Non
 def test_gradients_after_sending_are_dropped_or_sent_again(every: bool) -> None:
     model = build("zero2_overlap", _Branches(), bucket_size=72, reduce_every_micro_batch=every)
     group = model.bucket_groups[0]
-    param = group.params[0]
+    slot, gradient = group.slots[0], torch.ones_like(group.params[0])
     for _ in range(2):
         model.zero_grad_buffer()
         assert not group.has_left and not group.has_reduced
-        assert group.add_gradient(param, torch.ones_like(param))
+        assert group.add_gradient(slot, gradient)
         group.start_grad_sync()
         assert group.has_left and group.has_reduced
-        assert group.add_gradient(param, torch.ones_like(param)) is every  # else it is dropped
+        assert group.add_gradient(slot, gradient) is every  # else it is dropped
         assert group.has_left is not every and group.has_reduced
 
 

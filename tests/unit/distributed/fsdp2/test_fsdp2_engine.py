@@ -20,7 +20,7 @@ from core.comm import collectives
 from core.dist_checkpointing.global_view import held_boxes
 from core.distributed import TorchFullyShardedDataParallel, finalize_model_grads, wrap_model
 from core.distributed.fsdp2.shard_model import fsdp_modules
-from core.distributed.fsdp2.torch_private import TorchState
+from core.distributed.fsdp2.torch_private import TorchTensors
 from core.distributed.plan import UnitPlan
 from core.distributed.plan.make_plan import units_at_the_ends
 from core.distributed.plan.units import unit_of
@@ -132,16 +132,16 @@ def _keeps_parameters_whole_among_neighbours(reshard: Any) -> list[list[int]]:
     x = torch.full((2, 6), 1.0 + dist.get_rank())
     with torch.no_grad():
         model(x)
-    assert not any(part.tensor is not None for part in model.engine._parts)
+    assert not any(part.tensor is not None for part in model.engine.parameters._parts)
     with model.no_sync():
         model(2.0 * x).sum().backward()
     with mock.patch.object(dist, name, record):
         loss = model(x).sum()
         if reshard == 2:
             rows = 2 * 2  # of 6, which are padded to 4 times 2
-            assert [part.tensor.numel() for part in model.engine._parts] == [rows * 6 + rows] * 3
+            assert [part.tensor.numel() for part in model.engine.parameters._parts] == [rows * 6 + rows] * 3
         loss.backward()
-        assert not any(part.tensor is not None for part in model.engine._parts)
+        assert not any(part.tensor is not None for part in model.engine.parameters._parts)
     model.finish_grad_sync()
     for rank in range(4):
         for factor in (2.0, 1.0):
@@ -282,7 +282,7 @@ def _bytes_gathered(**settings: Any) -> list[int]:
     held = []
     for tokens in synced_last(model, [torch.tensor([[1, 2, 3]])] * 3):
         model(tokens).sum().backward()
-        storages = [tensor.untyped_storage() for tensor in TorchState(module).gathered_tensors()]
+        storages = [tensor.untyped_storage() for tensor in TorchTensors(module).gathered_tensors()]
         held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
     return held
 

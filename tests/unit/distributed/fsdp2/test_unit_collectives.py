@@ -65,7 +65,7 @@ def test_an_unused_gather_is_forgotten() -> None:
     with torch.no_grad():
         before = model(tokens)  # which sets FSDP2 up
         model.module.blocks[0].unshard(async_op=True)
-        model.engine.settle()
+        model.engine.parameters.settle()
         for parameter in model.parameters():
             parameter.to_local().mul_(0.5)
         assert not torch.equal(model(tokens), before)

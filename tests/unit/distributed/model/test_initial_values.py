@@ -90,7 +90,9 @@ def test_a_foreign_meta_model_starts_equally_at_every_world_size(kind):
     assert torch.equal(expected["frozen"], module.frozen)
 
 
-def _first_rank_alone_holds_it(kind: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("zero3", 2), ("fsdp2", 2), ("fsdp2", 3)])
+@on_ranks("world_size")
+def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
     first = dist.get_rank() == 0
     torch.manual_seed(7)
     direct = Start()
@@ -111,11 +113,6 @@ def _first_rank_alone_holds_it(kind: str) -> dict[str, torch.Tensor]:
     loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
     return expected
-
-
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("zero3", 2), ("fsdp2", 2), ("fsdp2", 3)])
-def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
-    run_distributed(_first_rank_alone_holds_it, world_size, kind)
 
 
 @on_ranks(2)

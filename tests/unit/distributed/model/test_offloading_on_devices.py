@@ -66,9 +66,9 @@ def _trained(
                 found[f"gradient {step} {name}"] = gradient.cpu().clone()
             found[f"loss {step}"] = loss.detach().cpu()
             found[f"norm {step}"] = torch.tensor(optimizer.step()[1], dtype=torch.float64)
-    model.engine.settle()
+    model.engine.parameters.settle()
     for name, parameter in module.named_parameters():
-        found[f"weight {name}"] = model.engine.shard(parameter).cpu().clone()
+        found[f"weight {name}"] = model.engine.parameters.shard(parameter).cpu().clone()
     return found, copies.call_count, torch.cuda.memory_stats() if device == "cuda" else {}
 
 

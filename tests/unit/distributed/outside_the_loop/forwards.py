@@ -70,8 +70,7 @@ def a_forward_that_raises_is_caught_and_its_micro_batch_skipped(run: Run) -> Non
         run.backward(2, is_last=False)
     handle.remove()
     run.backward(3)
-    run.finish()
-    run.step()
+    run.finish_and_step()
     run.train(1, first=2)
 
 
@@ -134,5 +133,5 @@ def lists_do_not_grow_in_evaluations(run: Run) -> None:
             run.forward()
         if not run.is_plain:
             state = run.inner._get_fsdp_state()
-            lengths.add((len(state._comm_ctx.post_forward_order), len(run.model.engine._order._order)))
+            lengths.add((len(state._comm_ctx.post_forward_order), len(run.model.engine.parameters.order._order)))
     assert len(lengths) <= 1, lengths

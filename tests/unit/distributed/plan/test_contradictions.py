@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from core import parallel_state
 from core.base.errors import ParallelConfigError, WrapError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
-from core.distributed.plan.contradictions import check_reshard
+from core.distributed.plan.settings import check_reshard
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import build, settings, toy
 

@@ -15,7 +15,7 @@ from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import EngineKind
 from core.distributed.groups import DataParallelGroups
-from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
+from core.distributed.plan import ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
 from core.distributed.plan.settings import Settings
 from tests.unit._spawn import on_ranks
@@ -183,7 +183,7 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
         engine=EngineKind.FSDP2,
         groups=groups,
         units=(UnitPlan(pieces=(piece,), **{**of_unit, **fields}),),
-        reduction=GradientReduction.MEAN,
+        sums_gradients=False,
         strategy=strategy,
         settings=settings,
     )

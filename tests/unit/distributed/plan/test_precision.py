@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig
-from core.distributed.plan.precision import mixed_precision_policy
+from core.distributed.plan.pieces import mixed_precision_policy
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -32,7 +34,8 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 )
 def test_only_what_arrives_in_fp32_is_cast(arrived, compute, settings, expected):
     config = TorchFullyShardedDataParallelConfig(**settings)
-    policy = mixed_precision_policy([torch.zeros(1, dtype=dtype) for dtype in arrived], compute, config)
+    of_model = SimpleNamespace(bf16=compute is BF16, fp16=compute is FP16)
+    policy = mixed_precision_policy([torch.zeros(1, dtype=dtype) for dtype in arrived], of_model, config)
     assert policy == MixedPrecisionPolicy(*expected)
 
 
@@ -40,4 +43,4 @@ def test_only_what_arrives_in_fp32_is_cast(arrived, compute, settings, expected)
 def test_fp16_needs_a_loss_scale(field):
     config = TorchFullyShardedDataParallelConfig(**{field: "fp16"})
     with pytest.raises(ParallelConfigError, match=rf"{field} (is )?fp16.*fp16=False"):
-        mixed_precision_policy([torch.zeros(1)], BF16, config)
+        mixed_precision_policy([torch.zeros(1)], SimpleNamespace(bf16=True), config)

@@ -46,4 +46,4 @@ def test_on_a_gpu_all_overlaps_unless_it_is_switched_off(sharded: bool) -> None:
 
 def test_parameters_gathered_in_forward_are_in_several_buckets() -> None:
     plan = _plan("cpu", use_distributed_optimizer=True, overlap_param_gather=True)
-    assert not plan.reduces_during_backward and len(plan.reduction_order) > 1
+    assert not plan.settings.overlap_grad_reduce and len(plan.reduction_order) > 1

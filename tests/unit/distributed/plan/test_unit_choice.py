@@ -16,7 +16,7 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.plan.unit_choice import default_units
+from core.distributed.plan.units import default_units
 from tests.unit._spawn import on_ranks
 
 SHARDED = {"zero3": FullyShardedDataParallelConfig, "fsdp2": TorchFullyShardedDataParallelConfig}

@@ -21,7 +21,7 @@ from core.optimizer.muon import matrices, matrix_owners, rule
 from core.optimizer.param_groups import ParamKey
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_anywhere, run_distributed
 from tests.unit._whole import whole
 from tests.unit.dist_checkpointing._pieces import Shapes
 from tests.unit.optimizer._squares import (
@@ -31,7 +31,6 @@ from tests.unit.optimizer._squares import (
     assert_saved,
     build,
     continue_from,
-    on_ranks,
     state_of,
     train,
     write,
@@ -158,8 +157,8 @@ def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, 
     scalar = "lion" if writer[1] == "zero1" else "adam"
     settings = {"bf16": reader[1] == "zero2", "muon_scalar_optimizer": scalar}
     first, second = (settings | {"muon_momentum_holder": holder} for holder in holders)
-    on_ranks(_write, *writer, first, str(tmp_path / "first"))
-    on_ranks(_continue, *reader, second, str(tmp_path / "first"), str(tmp_path / "second"))
+    run_anywhere(_write, *writer, first, str(tmp_path / "first"))
+    run_anywhere(_continue, *reader, second, str(tmp_path / "first"), str(tmp_path / "second"))
     assert_saved(tmp_path / "second", *_run("serial", 1, first), 2 * STEPS)
 
 
@@ -191,7 +190,8 @@ def test_a_step_has_one_update_for_all_micro_batches(wrapper: str):
     assert sum(count for _, count in ranks) == STEPS * matrices
 
 
-def _tables() -> list[str]:
+@on_ranks(2)
+def test_a_model_that_starts_on_meta_keeps_its_matrices():
     parallel_state.initialize_model_parallel(1)
     tables = []
     for device in ("cpu", "meta"):
@@ -200,17 +200,13 @@ def _tables() -> list[str]:
             model = GPTModel(config, vocab_size=64, max_sequence_length=16)
         wrapped = wrap_model(model, config, TorchFullyShardedDataParallelConfig())
         tables.append(get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=0.1), [wrapped]).describe())
-    return tables
+    on_device, on_meta = tables
+    assert on_device == on_meta
+    assert re.search(r"linear_qkv\.weight +32x32 +q +muon", on_device) and "embedding or output" in on_device
 
 
-def test_a_model_that_starts_on_meta_keeps_its_matrices():
-    for on_device, on_meta in run_distributed(_tables, 2):
-        assert on_device == on_meta
-        assert re.search(r"linear_qkv\.weight +32x32 +q +muon", on_device) and "embedding or output" in on_device
-
-
-def _one_row(ranks: int) -> tuple[list[str], bool]:
-    """Trains a model of one matrix, a row, which more ranks share than there are matrices."""
+@on_ranks(4)
+def test_a_matrix_of_one_row_on_four_ranks_is_updated():
     torch.manual_seed(3)
     model = nn.Linear(24, 1)
     start = model.weight.detach().clone()
@@ -224,13 +220,9 @@ def _one_row(ranks: int) -> tuple[list[str], bool]:
     finalize_model_grads([wrapped])
     optimizer.step()
     moved = start - model.weight.detach()  # of a row, the update is the row over its norm
-    return [str(w.message) for w in caught], torch.allclose(moved / moved.norm(), torch.full((1, 24), 24**-0.5))
-
-
-def test_a_matrix_of_one_row_on_four_ranks_is_updated():
-    for messages, is_updated in run_distributed(_one_row, 4, 4):
-        assert is_updated
-        assert messages == ["4 ranks share Muon's update of 1 matrices, so that some own none"]
+    assert torch.allclose(moved / moved.norm(), torch.full((1, 24), 24**-0.5))
+    messages = [str(w.message) for w in caught]
+    assert messages == ["4 ranks share Muon's update of 1 matrices, so that some own none"]
 
 
 def _sent_elements(wrapper: str) -> tuple[int, int]:

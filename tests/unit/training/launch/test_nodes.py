@@ -373,6 +373,10 @@ SECOND = ("--nnodes", "2", "--node-rank", "1", "--on-lost-rank", "replace")
         (["--master-port", "99999"], "it takes 1 to 65535"),
         (["--secret-file", ""], "--secret-file is empty"),
         ([*SECOND, "--spare-processes", "1"], "is for the launcher of --node-rank 0"),
+        (["--on-lost-rank", "shrink", "--lost-rank-timeout", "0"], "it takes 0.001 to 1000000000"),
+        (["--spare-processes", "1"], "without --on-lost-rank replace or shrink"),
+        (["--on-lost-rank", "replace", "--spare-processes", "-1"], "it takes 0 to 1024"),
+        (["--on-lost-rank", "grow"], "invalid choice"),
     ],
 )
 def test_settings_of_machines_that_contradict_are_refused(capsys, flags, said):

@@ -15,7 +15,7 @@ from core.base.parameters import copy_partition
 from core.transformer.moe import MoELayer
 from core.transformer.moe.load_balancing import take_pending
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 LENGTH, BATCH = 8, 3
@@ -55,7 +55,25 @@ def _serial(fields: dict[str, Any], replicas: int) -> tuple[list[torch.Tensor], 
     return outputs, {"parameters": found, "inputs": of_inputs, "sums": layer.router.step_sums}
 
 
-def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split: bool) -> None:
+_CASES = [
+    (2, {"expert_model_parallel_size": 2}, False),
+    (4, {"expert_model_parallel_size": 2}, False),
+    (4, {"expert_model_parallel_size": 4}, False),
+    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, False),
+    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, True),
+    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, False),
+    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}, True),
+    (2, {"expert_tensor_parallel_size": 2}, False),
+    (4, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, False),
+]
+_QUICK = (_CASES[0], _CASES[4], _CASES[6], _CASES[8])
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize(("world", "sizes", "is_split"), quick(_CASES, lambda case: case in _QUICK))
+@on_ranks("world")
+def test_a_layer_on_ranks_equals_one_process(world, sizes, is_split, dispatcher):
+    fields = {**BIASED, "moe_token_dispatcher_type": dispatcher, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
     outputs, expected = _serial(fields, dist.get_world_size() // sizes.get("tensor_model_parallel_size", 1))
     parallel_state.initialize_model_parallel(**sizes)
     layer = _filled(MoELayer(config_of(**fields, **sizes, sequence_parallel=is_split)))
@@ -92,27 +110,6 @@ def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split:
     if layer.splits_tokens:
         dist.all_reduce(sums, group=tp)
     torch.testing.assert_close(sums, expected["sums"])
-
-
-_CASES = [
-    (2, {"expert_model_parallel_size": 2}, False),
-    (4, {"expert_model_parallel_size": 2}, False),
-    (4, {"expert_model_parallel_size": 4}, False),
-    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, False),
-    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, True),
-    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, False),
-    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}, True),
-    (2, {"expert_tensor_parallel_size": 2}, False),
-    (4, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, False),
-]
-_QUICK = (_CASES[0], _CASES[4], _CASES[6], _CASES[8])
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize(("world", "sizes", "is_split"), quick(_CASES, lambda case: case in _QUICK))
-def test_a_layer_on_ranks_equals_one_process(world, sizes, is_split, dispatcher):
-    fields = {**BIASED, "moe_token_dispatcher_type": dispatcher, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
-    run_distributed(_equals_one_process, world, sizes, fields, is_split)
 
 
 def _drops_as_one_process(dispatcher: str) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from core.base.errors import OptimizerError
-from core.diagnostics.step_marks import (
+from core.distributed import finalize_model_grads
+from core.distributed.step_marks import (
     StepMark,
     known_optimizers,
     mark_of,
@@ -21,7 +22,6 @@ from core.diagnostics.step_marks import (
     reject_replaced,
     set_mark,
 )
-from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import batches, build, loss_of, toy
@@ -105,7 +105,7 @@ def test_there_is_one_hook_before_a_step_and_one_after_it():
         _marked()
     for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
         assert [hook.__module__ for hook in hooks.values() if hook.__module__.startswith("core.")] == [
-            "core.diagnostics.step_marks"
+            "core.distributed.step_marks"
         ]
 
 

@@ -9,7 +9,19 @@ import torch
 from torch import nn
 
 from core.base.errors import WrapError
-from core.distributed.model.unfit_models import reject_unfit
+from core.distributed import DistributedDataParallelConfig
+from core.distributed.distributed_data_parallel_config import EngineKind
+from core.distributed.groups import DataParallelGroups
+from core.distributed.guards import PlainModel
+from core.distributed.guards.unfit_models import DenseOnOneDevice
+
+RANKS: Any = None
+
+
+def reject_unfit(module: nn.Module) -> None:
+    groups = DataParallelGroups(RANKS, RANKS)
+    plain = PlainModel(module, None, DistributedDataParallelConfig(), groups, EngineKind.FLAT_BUFFERS)
+    DenseOnOneDevice().at_wrap(plain)
 
 
 class _OnAGPU(torch.Tensor):
