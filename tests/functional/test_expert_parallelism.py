@@ -19,9 +19,10 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from examples.gpt.run_model import load_run_model
 from tests.functional._equality import assert_bitwise, assert_close, curves_of, serial
 from tests.functional.test_experts import BALANCING, RECOMPUTED, SAME_SUMS, SGD, experts
+from tests.unit._gpt import Training, ddp_config, in_precision, micro_batches
 from tests.unit._program import TINY, run_program
 from tests.unit._quick import quick
-from tests.unit._runs import Curve, Training, ddp_config, in_precision, micro_batches
+from tests.unit._runs import Curve
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole
 

@@ -16,8 +16,8 @@ from core.transformer.moe.experts import GroupedLinear
 from core.transformer.sequences import own_chunks
 from tests.functional._equality import SGD as FAST_SGD
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close, curves_of, replicated, serial
+from tests.unit._gpt import Training, ddp_config, in_precision, micro_batches
 from tests.unit._program import TINY, log, run_program
-from tests.unit._runs import Training, ddp_config, in_precision, micro_batches
 from tests.unit._spawn import on_ranks, run_distributed
 
 SGD = FAST_SGD | {"lr": 0.05}
