@@ -145,11 +145,24 @@ def build_gpt(
             **fields,
         }
     )
+    return gpt_of(config, tied, vocab, positions=positions, vp_stage=vp_stage)
+
+
+def gpt_of(
+    config: TransformerConfig,
+    tied: bool,
+    vocab: int,
+    length: int = SEQUENCE,
+    *,
+    positions: str = "rope",
+    vp_stage: int | None = None,
+) -> GPTModel:
+    """Returns the GPT of a config, or this rank's stage of it."""
     stage = pipeline_stage(config, vp_stage)
     return GPTModel(
         config,
         vocab_size=vocab,
-        max_sequence_length=SEQUENCE,
+        max_sequence_length=length,
         share_embeddings_and_output_weights=tied,
         position_embedding_type=positions,
         pre_process=stage.is_first,
