@@ -16,6 +16,7 @@ from core.training.config import PretrainConfig
 from core.training.state import build_scheduler
 from core.training.train_step import Batch, StepResult, evaluate, train_step
 from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import full
 from tests.unit.training._configs import batches, model_of, small_config
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
@@ -41,10 +42,7 @@ def step_on_ranks(
     running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
     result = running.result()
     assert scheduler.num_steps == 1
-    whole = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.module.named_parameters()
-    }
+    whole = {name: full(p) for name, p in model.module.named_parameters()}
     return result, before, whole
 
 
