@@ -165,7 +165,7 @@ MUTATIONS = (
     Mutation(
         "left out: an ignored parameter is updated",
         "core.distributed.groups.managed_parameters",
-        r" if kind_of\(parameter\) != 'ignored'",
+        r" if getattr\(p, LEFT_OUT, None\) != 'ignored'",
         "",
         (_LEFT_OUT,),
     ),
