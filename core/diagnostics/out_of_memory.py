@@ -129,9 +129,6 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
     kept_whole = {"no_shard": shards, "optim": gradients + parameters}.get(plan.strategy, parameters)
     can_offload = is_fully_sharded and device_type == "cuda" and not own.cpu_offload
     ahead = is_fully_sharded and own.forward_prefetch + own.backward_prefetch > 0
-    frees = "reshard_after_forward=True"
-    if plan.engine.name == "FSDP2":
-        frees += ", keep_gathered_between_micro_batches='none'"
 
     activations, in_use = rest * (1 - 1 / _num_layers(wrapper.module)), rest + missing_bytes
     freed_bytes, one_unit = gathered * max(0.0, 1 - 2 / num_units), parameters * num_ranks / num_units
@@ -142,7 +139,7 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
         (not recomputes, "recomputation of activations (activation_checkpointing='full')", activations),
         (not in_half, "computation in bf16 (config.bf16=True)", (gathered + in_use) / 2),
         (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", spared_share * kept_whole),
-        (stay_gathered, f"freeing gathered parameters after forward ({frees})", freed_bytes),
+        (stay_gathered, f"freeing gathered parameters after forward ({plan.request_to_free})", freed_bytes),
         (not own.reduce_every_micro_batch, by_micro_batch, spared_share * whole_gradients),
         (ahead, "no unit gathered ahead (forward_prefetch=0, backward_prefetch=0)", one_unit),
         (can_offload, "shards on the host (cpu_offload=True)", shards),

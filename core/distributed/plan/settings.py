@@ -158,7 +158,9 @@ def settings_to_compare(
 ) -> Iterator[tuple[str, str]]:
     """Yields names and values, as text, of all settings and arguments that must be equal on all ranks."""
     values = {f.name: getattr(ddp_config, f.name) for f in fields(ddp_config) if f.name not in _MAY_DIFFER}
-    values |= {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward, "mp_policy": policy}
+    values |= {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
+    if policy is not None:  # the dtypes that it says are in place of the settings'
+        values |= {f.name: getattr(policy, f.name) for f in fields(policy)}
     for name, value in values.items():
         yield f"the setting {name}", repr(value)
     for name in _FIELDS_OF_MODEL_CONFIG:

@@ -136,9 +136,10 @@ class Plan:
         return 0 if self.is_replicated else self.groups.shard.rank()
 
     @property
-    def num_replicas(self) -> int:
-        """Number of ranks with the same shard, or with the same whole parameters if nothing is sharded."""
-        return self.groups.whole.size() // self.num_shards
+    def request_to_free(self) -> str:
+        """The settings by which gathered parameters are freed after a forward, for advice in messages."""
+        more = ", keep_gathered_between_micro_batches='none'" if self.engine is EngineKind.FSDP2 else ""
+        return f"reshard_after_forward=True{more}"
 
     def traffic(self, num_microbatches: int = 1, unit: UnitPlan | None = None) -> tuple[Traffic, ...]:
         """Returns the collectives of a step, of one unit or of all of them.
@@ -155,6 +156,7 @@ class Plan:
                 own = tuple(piece for piece in unit.pieces if piece.kind == kind)
                 of_kind = replace(unit, pieces=own, gathered_again_over=again)
                 return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, of_kind)
+        num_replicas = self.groups.whole.size() // self.num_shards  # ranks with the same shard, or all
         trained = [piece for piece in unit.pieces if piece.is_trained]
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
         reductions = num_microbatches if self.settings.reduce_every_micro_batch else 1
@@ -171,7 +173,7 @@ class Plan:
             Traffic("all-gather", gathers, gathered_bytes, self.num_shards),
             Traffic("all-gather", again, gathered_bytes, unit.gathered_again_over),
             Traffic("reduce-scatter", reductions, reduced_bytes, self.num_shards),
-            Traffic("all-reduce", reductions, reduced_bytes // self.num_shards, self.num_replicas),
+            Traffic("all-reduce", reductions, reduced_bytes // self.num_shards, num_replicas),
         )
         return tuple(entry for entry in entries if entry.calls and entry.nbytes and entry.ranks > 1)
 
