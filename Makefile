@@ -26,7 +26,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
           $(addprefix fsdp2/, test_prefetch test_fsdp2_engine test_unit_collectives test_precision test_shard_model \
           test_torch_private)) \
           $(addprefix transformer/moe/, test_dispatch test_experts test_moe_layer test_router) \
-          optimizer/test_muon optimizer/test_averaged_weights weights/test_stream)) \
+          optimizer/muon/test_rule optimizer/test_averaged_weights weights/test_stream)) \
           tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code \
           $(addprefix tests/functional/, test_pipelines.py test_experts.py test_muon.py)
 

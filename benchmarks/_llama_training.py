@@ -40,7 +40,8 @@ class Training:
         self, preset: Preset, model_fields: dict[str, Any], wrapper_fields: dict[str, Any], wrapper: str = "ddp"
     ) -> None:
         from core import parallel_state
-        from core.base import default_group, device
+        from core.base import device
+        from core.rendezvous import default_group
         from core.transformer import TransformerConfig
 
         default_group.init_process_group()
@@ -75,7 +76,8 @@ class Training:
     def _train_wrapped(self, gpt: Any, config: Any, fields: dict[str, Any], wrapper: str) -> None:
         from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
         from core.distributed.fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
-        from core.optimizer import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
+        from core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from core.optimizer_param_scheduler import OptimizerParamScheduler
         from core.training.train_step import train_step
         from core.transformer.module import Float16Module
 

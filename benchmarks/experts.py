@@ -38,13 +38,12 @@ DISPATCHERS = ("allgather", "alltoall")
 
 def enter_groups(ep: int) -> Callable[[], None]:
     """Makes the groups of `ep` ranks that share experts, and returns what makes them current again."""
-    from core import parallel_state
-    from core.process_groups import current
+    from core import parallel_state, process_groups
 
-    current.set_groups(None)
+    process_groups.set_groups(None)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
-    groups = current.groups_or_none()
-    return lambda: current.set_groups(groups)
+    groups = process_groups.groups_or_none()
+    return lambda: process_groups.set_groups(groups)
 
 
 def build(ep: int, dispatcher: str = "alltoall") -> torch.nn.Module:

@@ -140,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # also where it is a pipe, whose reader may outlive a killed run
         sys.stdout.reconfigure(line_buffering=True)
     asked = parse(arguments)
-    from core.base import default_group, device
+    from core.base import device
+    from core.rendezvous import default_group
 
     default_group.init_process_group()
     here = device.current_device()

@@ -132,8 +132,8 @@ def report_memory() -> None:
 
 
 def report_noise() -> None:
-    from core.optimizer.matrices import orthogonalize
-    from core.optimizer.optimizer_config import PRESETS
+    from core.optimizer.muon.matrices import orthogonalize
+    from core.optimizer.muon_recipe import PRESETS
 
     model, gradients = example_model(), list[list[torch.Tensor]]()
     matrices = [p for name, p in model.named_parameters() if "linear_" in name and p.ndim == 2]

@@ -163,16 +163,16 @@ def measure_memory(cut: Cut, width: int, sequence: int) -> tuple[int, int]:
 
 
 def measure_time(width: int, sequence: int, rounds: int) -> dict[str, list[float]]:
-    from core.process_groups import current
+    from core import process_groups
 
     start_groups(Cut(cp=2))
     pair = training_step(Cut(cp=2), width, sequence)
-    with mock.patch.object(current, "_groups", None):  # a rank alone, in the process of one of two
+    with mock.patch.object(process_groups, "_groups", None):  # a rank alone, in the process of one of two
         single = training_step(Cut(), width, sequence)
 
     def alone() -> None:
         if dist.get_rank() == 0:
-            with mock.patch.object(current, "_groups", None):
+            with mock.patch.object(process_groups, "_groups", None):
                 single()
 
     return interleaved_seconds({"one rank": alone, "two ranks": pair}, rounds, warmup=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -30,7 +30,7 @@ class ModelParallelConfig:
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of every layer. 1: those of the tensor-parallel group."""
+    """Ranks that share the matrices of every layer. 1: the ranks of the tensor-parallel group."""
 
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers, one after the other (Huang et al., 2019)."""
@@ -75,6 +75,9 @@ class ModelParallelConfig:
     """Compute a weight's gradient in the buffer of `DistributedDataParallel` while that is empty, and add only the
     rows of an embedding's gradient that are not zero: faster, with less memory, and bitwise equal. No effect without
     gradient buffers (FSDP2)."""
+
+    fusion_lends_memory: ClassVar[bool] = True
+    """Tells wrappers what `gradient_accumulation_fusion` means in this config (`core.base.module_protocol`)."""
 
     cross_entropy_loss_fusion: bool = False
     """Fuse the loss as `cross_entropy_fusion_impl` says."""
@@ -151,5 +154,5 @@ class ModelParallelConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products: fp16, bf16, or that of the parameters."""
+        """The dtype of matrix products: fp16, bf16, or the parameters' dtype."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else self.params_dtype

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from .base.errors import ConfigError
+from .base.errors import ConfigError, ParallelConfigError, check_positive
 from .base.megatron_names import absent_names, checks_arguments
-from .base.micro_batch_tree import num_microbatches
+from .base.text import nearest_multiples
 
 _num_microbatches: int | None = None
 """Micro-batches of a step of this process. None until `init_num_microbatches_calculator` sets it.
 `unset_num_microbatches_calculator` clears it."""
+
+
+def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
+    """Returns the number of micro-batches that each rank runs in a step.
+
+    Raises:
+        ParallelConfigError: the global batch does not divide; the message names sizes that do.
+    """
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    check_positive(sizes, ParallelConfigError)
+    unit = micro_batch_size * data_parallel_size
+    if global_batch_size % unit:
+        nearest = nearest_multiples(global_batch_size, unit)
+        raise ParallelConfigError(
+            f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} x "
+            f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"
+        )
+    return global_batch_size // unit
 
 
 @checks_arguments

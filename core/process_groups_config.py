@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, get_type_hints
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from . import process_groups
 from .base.errors import ParallelConfigError
-from .process_groups import current
 
 Group = ProcessGroup | None
 
@@ -103,7 +102,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Returns the groups of `core.parallel_state`, all or only those named. Those that it lacks are None.
+        """Returns the groups of `core.parallel_state`, all or only the named ones. A group that it lacks is None.
 
         Raises:
             ParallelConfigError: a name does not exist.
@@ -111,14 +110,14 @@ class ProcessGroupCollection:
         """
         names = list(_FIELDS) if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
-        current.groups("a collection of groups")
-        return cls(**{name: _group(name) for name in names})
+        process_groups.groups("a collection of groups")
+        return groups_in_effect(names=names)
 
 
 def groups_in_effect(
     given: ProcessGroupCollection | None = None, names: Sequence[str] | None = None
 ) -> ProcessGroupCollection:
-    """Returns the given groups, and for the others those of `core.parallel_state` if it is initialised.
+    """Returns the given groups, filled up with the groups of `core.parallel_state` if it is initialised.
 
     Wrappers, optimizers and functions of checkpoints call it where their caller gives no groups. What is below them
     gets groups as values.
@@ -126,8 +125,7 @@ def groups_in_effect(
     Args:
         names: names of the groups to look up; by default all.
     """
-    is_initialized = current.groups_or_none() is not None
-    groups = ProcessGroupCollection.use_mpu_process_groups(names) if is_initialized else ProcessGroupCollection()
+    groups = ProcessGroupCollection(**{name: group_of_name(name) for name in names or _FIELDS})
     return groups if given is None else given.filled_from(groups)
 
 
@@ -135,37 +133,12 @@ def groups_in_effect(
 _FIELDS = get_type_hints(ProcessGroupCollection, include_extras=True)
 
 
-def _group(name: str) -> Group:
+def group_of_name(name: str) -> Group:
+    """Returns the group of `core.parallel_state` that a field has, or None before initialisation."""
     kinds = getattr(_FIELDS[name], "__metadata__", None)
-    return None if kinds is None else current.process_group(kinds[0], check_initialized=False)
+    return None if kinds is None else process_groups.process_group(kinds[0], check_initialized=False)
 
 
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:
     if wrong := sorted(groups.keys() - _FIELDS):
         raise ParallelConfigError(f"a ProcessGroupCollection has no group {wrong[0]!r}; it has {sorted(_FIELDS)}")
-
-
-def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names: Sequence[str]) -> None:
-    """Checks that given groups have the ranks of `core.parallel_state`, whose groups the caller uses.
-
-    Args:
-        caller: name of the caller, for the error.
-        groups: the given groups.
-        names: names of the groups to check.
-
-    Raises:
-        ParallelConfigError: a group has other ranks.
-    """
-    if groups is None:
-        return
-    for name in names:
-        theirs, own = getattr(groups, name), _group(name)
-        if theirs is None:
-            continue
-        ranks = dist.get_process_group_ranks(theirs)
-        own_ranks = dist.get_process_group_ranks(own) if own is not None else [dist.get_rank()]
-        if ranks != own_ranks:
-            raise ParallelConfigError(
-                f"{caller}: pg_collection.{name} has the ranks {ranks}, but core.parallel_state has {own_ranks}; "
-                "initialise that with the same sizes"
-            )

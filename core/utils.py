@@ -12,7 +12,8 @@ from . import parallel_state
 from .base import module_protocol
 from .base.errors import ConfigError, ParallelConfigError
 from .base.megatron_names import absent_names, checks_arguments, refuse
-from .process_groups_config import ProcessGroupCollection, check_same_groups
+from .parallel_state import check_same_groups
+from .process_groups_config import ProcessGroupCollection
 from .transformer.sequences import own_chunks
 
 Modules = nn.Module | Sequence[nn.Module]

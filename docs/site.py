@@ -16,6 +16,9 @@ HERE = Path(__file__).parent
 PUBLIC = (
     "core.distributed",
     "core.optimizer",
+    "core.optimizer.averaged_weights",
+    "core.optimizer.run_state",
+    "core.optimizer_param_scheduler",
     "core.weights",
     "core.models.gpt",
     "core.transformer",
@@ -43,7 +46,7 @@ _OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
 
 
 def on_config(config: Any) -> Any:
-    """Sets the order of pages: that of README.md, section by section, then the packages."""
+    """Sets the order of pages: that of README.md, section by section, then decisions and packages."""
     sections: list[Any] = ["README.md"]
     listed = sections
     for line in (HERE / "README.md").read_text().splitlines():
@@ -51,7 +54,8 @@ def on_config(config: Any) -> Any:
             listed = []
             sections.append({line.removeprefix("## "): listed})
         listed += re.findall(r"\]\(([a-z-]+\.md)\)", line)
-    config.nav = [*sections, {"Packages": [{name: _page_of(name)} for name in PUBLIC]}]
+    decisions = [f"decisions/{path.name}" for path in sorted((HERE / "decisions").glob("*.md"))]
+    config.nav = [*sections, {"Decisions": decisions}, {"Packages": [{name: _page_of(name)} for name in PUBLIC]}]
     return config
 
 

@@ -9,15 +9,15 @@ from contextlib import nullcontext
 
 import torch
 
-import core.base.default_group
 import core.base.device
+import core.rendezvous.default_group
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_config import TransformerConfig
 
-core.base.default_group.init_process_group()  # one rank, or as many as a launcher started
+core.rendezvous.default_group.init_process_group()  # one rank, or as many as a launcher started
 parallel_state.initialize_model_parallel()
 device = core.base.device.current_device()
 

@@ -14,16 +14,17 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-import core.base.default_group
 import core.base.device
+import core.rendezvous.default_group
 from core import dist_checkpointing as checkpoints
 from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
-from core.optimizer import OptimizerConfig, RunState, get_megatron_optimizer
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer.run_state import RunState
 
 
 def train(settings: dict[str, Any]) -> None:
     """What each worker runs."""
-    core.base.default_group.init_process_group()  # a no-op here; under torchrun or srun it joins the group
+    core.rendezvous.default_group.init_process_group()  # a no-op here; under torchrun or srun it joins the group
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.base.device.current_device())

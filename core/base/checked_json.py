@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 4096
 
 
 def as_json(message: Any) -> dict[str, Any]:
-    """Returns a dataclass, and those that it holds, as `checked` reads it."""
+    """Returns a dataclass from JSON, with the dataclasses inside, as `checked` reads it."""
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     inner = {name: as_json(value) if is_dataclass(value) else value for name, value in values.items()}
     return {"kind": _kind_of(type(message)), **inner}

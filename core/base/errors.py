@@ -210,8 +210,8 @@ def check_choices(
         raise error(problem)
 
 
-def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:
-    """Raises `error` for the first of named sizes that is below one. The message begins with `caller`, if given."""
+def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError) -> None:
+    """Raises `error` for the first of named sizes that is below one."""
     for name, size in sizes.items():
         if size < 1:
-            raise error(f"{f'{caller}: ' if caller else ''}{name} is {size}; it takes a positive number")
+            raise error(f"{name} is {size}; it takes a positive number")

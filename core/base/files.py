@@ -11,10 +11,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickletools
 import reprlib
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +37,6 @@ CONFIG_BYTES = 16 << 20
 
 TOKENIZER_BYTES = 256 << 20
 """Largest tokenizer file. Published ones have up to 40 MB."""
-
-PICKLE_BYTES = 512 << 20
-"""Largest index that torch's writer leaves."""
 
 
 class BoundsError(ValueError):
@@ -100,44 +95,6 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def check_pickle(data: bytes, is_known: Callable[[str, str], bool]) -> None:
-    """Refuses a pickle that requires more memory or deeper nesting than its length allows, without running it.
-
-    Args:
-        is_known: returns whether a global, by module and name, is allowed. Names that the pickle takes from its memo
-            are checked by the unpickler's `find_class`.
-
-    Raises:
-        BoundsError: the pickle is refused, or `data` is no pickle.
-    """
-    stack: list[int] = []
-    memo: dict[int, int] = {}
-    try:
-        argument: Any
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            name = opcode.name
-            if name in _REFUSED:
-                raise BoundsError(f"it has the instruction {name}, which no description of tensors needs")
-            if name == "GLOBAL":
-                module, _, attribute = str(argument).partition(" ")
-                if not is_known(module, attribute):
-                    raise BoundsError(f"it names {brief(f'{module}.{attribute}')}; nothing was run")
-            if name in _PUTS:
-                if argument > count:
-                    raise BoundsError(f"it numbers a value {argument} after {count} instructions")
-                memo[argument] = stack[-1]
-            elif name == "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            elif name in _GETS:
-                stack.append(memo[argument])
-            else:
-                _follow(name, stack)
-    except BoundsError:
-        raise
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        raise BoundsError(f"no pickle, or a damaged one ({type(error).__name__}: {brief(str(error))})") from None
-
-
 def brief(value: Any) -> str:
     """Formats a value read from a file for a message: shortened if long or deep."""
     return _SHORT.repr(value)
@@ -162,39 +119,6 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-_REFUSED = {"EMPTY_SET", "FROZENSET", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEXT_BUFFER"}
-_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
-_MARK = -1
-_EFFECTS = {
-    opcode.name: (
-        pickletools.markobject in opcode.stack_before,
-        [*opcode.stack_before, pickletools.markobject].index(pickletools.markobject),
-        [_MARK if after is pickletools.markobject else 0 for after in opcode.stack_after],
-        opcode.name.startswith("TUPLE"),
-    )
-    for opcode in pickletools.opcodes
-}
-"""Per instruction: whether it pops down to a mark, how many others it pops and pushes, and whether it makes a
-tuple."""
-
-
-def _follow(name: str, stack: list[int]) -> None:
-    """Applies an instruction to a stack with the nesting depth of each value's tuples."""
-    to_mark, count, pushes, makes_tuple = _EFFECTS[name]
-    deepest = 0
-    if to_mark:
-        while (depth := stack.pop()) != _MARK:
-            deepest = max(deepest, depth)
-    for _ in range(count):
-        deepest = max(deepest, stack.pop())
-    if makes_tuple:
-        if deepest >= MAX_DEPTH:
-            raise BoundsError(f"it is nested more than {MAX_DEPTH} deep")
-        stack.append(deepest + 1)
-    else:
-        stack.extend(pushes)
 
 
 _SHORT = reprlib.Repr()

@@ -8,10 +8,8 @@ how parameters are split; they differ from those that the constructors would hav
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,52 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import ConfigError
-from .parameters import Group, copy_partition, copy_shard, keep_range, kept_range, whole_shape
+from .module_protocol import ModuleToFill
+from .parameters import copy_partition, copy_shard, keep_range, kept_range, whole_shape
 
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 """torch's names. `nn.MultiheadAttention` and `nn.Transformer` have the second."""
 
 _OVERWRITING = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_"}
-
-
-@dataclass
-class ModuleToFill:
-    """A module, and its own tensors to fill."""
-
-    name: str
-    """The module's name in the model that owns the seed, with a dot at the end."""
-    module: nn.Module
-    seed: int
-    """The seed of the model that owns it."""
-    hook: Callable[..., Any] | None
-    """`_init_weights(module)` of the nearest enclosing module that has one, as in Hugging Face's models."""
-    targets: dict[str, torch.Tensor]
-    """The module's own parameters and buffers to fill, by local name. A shared one belongs to its first module."""
-    fills_all_below: bool
-    """Whether all parameters of the module and its submodules are to be filled, and there are some."""
-    tp_group: Group
-    """The ranks that share its tensor-parallel parameters."""
-    ep_group: Group
-    """The ranks that share its expert-parallel parameters."""
-
-    def resets(self) -> list[Callable[[], Any]]:
-        """Returns the functions that fill the module's tensors, in the order of construction."""
-        methods = [getattr(self.module, name, None) for name in RESET_METHODS]
-        resets: list[Callable[[], Any]] = [method for method in methods if callable(method)][:1]
-        if self.hook is not None:
-            resets.append(functools.partial(self.hook, self.module))
-        if callable(adapters := getattr(self.module, "reset_lora_parameters", None)):  # of PEFT, around its factors
-            resets += [functools.partial(adapters, name, True) for name in self.module.r]  # type: ignore[union-attr]
-        return resets
-
-
-def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the module's `_init_weights`, if it takes a module to initialise."""
-    hook = getattr(module, "_init_weights", None)
-    if not callable(hook):
-        return None
-    parameters = [p for p in inspect.signature(hook).parameters.values() if p.default is p.empty]
-    return hook if len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_KEYWORD else None
 
 
 def reset(foreign: ModuleToFill, seed: int) -> None:
@@ -78,7 +37,7 @@ def reset(foreign: ModuleToFill, seed: int) -> None:
     Raises:
         ConfigError: the module writes into a slice of a sharded parameter of another module.
     """
-    resets = foreign.resets()
+    resets = _resets(foreign)
     attempts = [resets[-1:], resets] if len(resets) > 1 else [resets]  # most hooks need no reset before them
     values: dict[str, torch.Tensor] = {}
     for attempt in attempts:
@@ -87,6 +46,17 @@ def reset(foreign: ModuleToFill, seed: int) -> None:
     for name, value in values.items():
         target = foreign.targets[name]
         copy_partition(value.detach(), target, foreign.tp_group, foreign.ep_group)
+
+
+def _resets(foreign: ModuleToFill) -> list[Callable[[], Any]]:
+    """Returns the functions that fill the module's tensors, in the order of construction."""
+    methods = [getattr(foreign.module, name, None) for name in RESET_METHODS]
+    resets: list[Callable[[], Any]] = [method for method in methods if callable(method)][:1]
+    if foreign.hook is not None:
+        resets.append(functools.partial(foreign.hook, foreign.module))
+    if callable(adapters := getattr(foreign.module, "reset_lora_parameters", None)):  # of PEFT, around its factors
+        resets += [functools.partial(adapters, name, True) for name in foreign.module.r]  # type: ignore[union-attr]
+    return resets
 
 
 def _filled_by(foreign: ModuleToFill, resets: list[Callable[[], Any]], seed: int) -> dict[str, torch.Tensor]:
@@ -107,7 +77,7 @@ def _filled_by(foreign: ModuleToFill, resets: list[Callable[[], Any]], seed: int
 
 @contextmanager
 def _whole_tensors(foreign: ModuleToFill) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Gives the module whole, blank tensors on the CPU inside the block, and yields those to fill."""
+    """Gives the module whole, blank tensors on the CPU inside the block, and yields the tensors to fill."""
     module = foreign.module
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     blank: dict[str, torch.Tensor] = {}

@@ -67,7 +67,7 @@ def transient_memory_seen_by_profilers() -> AbstractContextManager[None]:
 
 
 class ReusedMemory:
-    """Allocates memory, and keeps some of it for the next use when it is given back.
+    """Allocates memory, and keeps some of the returned memory for the next use.
 
     Freeing a gradient's memory and allocating it again costs more than accumulating the gradient, because the system
     maps and zeroes every page again.
@@ -125,7 +125,7 @@ class ReusedMemory:
 
 
 _ALIGNMENT_BYTES = 64
-"""A tensor that is lent begins at a multiple of it, as one of torch's own does."""
+"""Alignment of a lent tensor's first byte, as torch aligns its own."""
 
 
 class LentMemory:

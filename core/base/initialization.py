@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError
-from .foreign_initialization import ModuleToFill, init_weights_hook, reset
-from .module_protocol import unwrap_model
+from .module_protocol import ModuleToFill, init_weights_hook, unwrap_model
 from .parameters import Group, copy_partition, local_part, whole_shape
 
 Initializer = Callable[..., Any]
@@ -104,6 +103,8 @@ def initialize_parameters(
         for name, parameter in place.targets.items():
             if name in initializers:
                 _fill(parameter, place, initializers[name], name, dtypes.get(name, torch.float32))
+    if foreign:
+        from .foreign_initialization import reset  # loaded for models that start on meta
     for place in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
         reset(place, _seed_of(place.seed, place.name))
     for (place, name, tensor), version in zip(_tensors(places), versions, strict=True):

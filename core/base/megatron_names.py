@@ -166,7 +166,7 @@ def checks_arguments(function: Function) -> Function:
 def _with_arguments(
     own: Mapping[str, inspect.Parameter], defaults: Mapping[str, Any], order: Sequence[str]
 ) -> inspect.Signature:
-    """Returns a signature with further arguments, those in `order` by position and the rest by name."""
+    """Returns a signature with further arguments: by position where `order` names them, else by name."""
     by_name = inspect.Parameter.KEYWORD_ONLY
     both = {**own, **{name: inspect.Parameter(name, by_name, default=value) for name, value in defaults.items()}}
     by_position = [both.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in order]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
+from .errors import ShardstackError
 from .parameters import local_part
 
 PARAMETERS: Final = "parameters"
@@ -53,3 +56,15 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that memory could not be allocated, on the host or an accelerator."""
+    if isinstance(error, ShardstackError):
+        return False
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

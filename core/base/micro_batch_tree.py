@@ -1,4 +1,4 @@
-"""The micro-batches of a global batch: their number, and which of them are added first, on any number of ranks.
+"""Which micro-batches of a global batch are added first, on any number of ranks.
 
 The micro-batches of a step are the leaves of a tree, by their index in the global batch. Of ``N = 2^k x odd`` each
 chunk of `odd` neighbours is added in order; the `2^k` sums are added in pairs, and the sums of these, up to the root.
@@ -12,31 +12,6 @@ Floating-point addition commutes, so that each node has one value, however ranks
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from .errors import ParallelConfigError, check_positive
-from .text import nearest_multiples
-
-
-def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
-    """Returns the number of micro-batches that each rank runs in a step.
-
-    Raises:
-        ParallelConfigError: the global batch does not divide; the message names sizes that do.
-    """
-    sizes = {
-        "global_batch_size": global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    check_positive(sizes, ParallelConfigError)
-    unit = micro_batch_size * data_parallel_size
-    if global_batch_size % unit:
-        nearest = nearest_multiples(global_batch_size, unit)
-        raise ParallelConfigError(
-            f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} x "
-            f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"
-        )
-    return global_batch_size // unit
 
 
 def odd_part(number: int) -> int:

@@ -27,7 +27,9 @@ Of a module:
 * ``initializers``, ``initial_dtypes``, ``init_seed``, ``restore_parameter_marks``: how its parameters are drawn, see
   `core.base.initialization`. Without them its ``reset_parameters`` does, or a ``_init_weights`` around it.
 * ``post_process`` (Megatron-LM's): False for a pipeline stage without the loss.
-* ``config``: an object with fields of Megatron-LM's configs. Absent fields have their defaults.
+* ``config``: an object with fields of Megatron-LM's configs. Absent fields have their defaults. If its class has
+  ``fusion_lends_memory``, ``gradient_accumulation_fusion`` asks for ``lend_gradient_memory``, and not for layers that
+  add to ``main_grad`` themselves.
 
 Of a parameter, by Megatron-LM's names:
 
@@ -47,6 +49,8 @@ And by ours:
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -68,7 +72,7 @@ class CountsInStep(Protocol):
     """A module that counts during a step, as a router counts the tokens of its experts."""
 
     step_sums: Tensor
-    """`[n]`: the counts of this rank. `finalize_model_grads` adds those of all replicas, once a step."""
+    """`[n]`: the counts of this rank. `finalize_model_grads` adds the counts of all replicas, once a step."""
 
     @property
     def step_sums_group(self) -> ProcessGroup | None:
@@ -82,11 +86,41 @@ class CountsInStep(Protocol):
         """Forgets the counts of a step that did not end."""
 
 
+@dataclass
+class ModuleToFill:
+    """A module, and its own tensors to fill."""
+
+    name: str
+    """The module's name in the model that owns the seed, with a dot at the end."""
+    module: nn.Module
+    seed: int
+    """The seed of the model that owns it."""
+    hook: Callable[..., Any] | None
+    """`_init_weights(module)` of the nearest enclosing module that has one, as in Hugging Face's models."""
+    targets: dict[str, Tensor]
+    """The module's own parameters and buffers to fill, by local name. A shared one belongs to its first module."""
+    fills_all_below: bool
+    """Whether all parameters of the module and its submodules are to be filled, and there are some."""
+    tp_group: ProcessGroup | None
+    """The ranks that share its tensor-parallel parameters."""
+    ep_group: ProcessGroup | None
+    """The ranks that share its expert-parallel parameters."""
+
+
 def unwrap_model(module: nn.Module) -> nn.Module:
     """Returns the model inside wrappers, such as data-parallel ones and ``Float16Module``."""
     while _of_class(module, "is_model_wrapper", False):
         module = cast(nn.Module, module.module)
     return module
+
+
+def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns the module's `_init_weights`, if it takes a module to initialise."""
+    hook = getattr(module, "_init_weights", None)
+    if not callable(hook):
+        return None
+    parameters = [p for p in inspect.signature(hook).parameters.values() if p.default is p.empty]
+    return hook if len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_KEYWORD else None
 
 
 def unit_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -128,6 +162,11 @@ def set_gradient_rows(model: nn.Module, adds_rows: bool) -> None:
             module.adds_gradient_rows = adds_rows  # type: ignore[assignment]
 
 
+def fusion_lends_memory(config: Any) -> bool:
+    """Returns whether a config means by ``gradient_accumulation_fusion`` that layers compute in lent memory."""
+    return getattr(type(config), "fusion_lends_memory", False)
+
+
 def fused_rows(parameter: Tensor) -> FusedRows | None:
     """Returns which rows of a parameter are matrices of their own. None if it is one matrix."""
     rows: FusedRows | None = getattr(parameter, "fused_rows", None)
@@ -135,6 +174,6 @@ def fused_rows(parameter: Tensor) -> FusedRows | None:
 
 
 def _of_class(module: nn.Module, name: str, default: Any) -> Any:
-    """Returns an attribute of a module's class. Of an instance it may be that of another: wrappers such as
+    """Returns an attribute of a module's class. On an instance it may be another module's: wrappers such as
     ``torch.compile``'s pass unknown names on to the module inside."""
     return getattr(type(module), name, default)

@@ -28,7 +28,7 @@ def bytes_cell(num_bytes: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """Formats rows of a table as lines: `num_left` columns are aligned on the left, those after them on the right."""
+    """Formats rows of a table as lines: the first `num_left` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def padded(row: Sequence[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
@@ -34,23 +34,23 @@ class CollectiveRecord:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # Fixed: the group's name, this rank in it, and its members' ranks in the world, in the group's order.
-        self.group_name: str = group.group_name
+        # This rank in the group, and its members' ranks in the world, in the group's order.
+        self.group_name: Final[str] = group.group_name
         self.rank, self.num_ranks = group.rank(), group.size()
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks: Final = dist.get_process_group_ranks(group)
         # The oldest first. `collective` appends, and drops the oldest ones that are over.
         self.calls: deque[Collective] = deque(maxlen=MOST_CALLS_KEPT)
         # All calls so far, those that were dropped included; `count` adds.
         self.num_calls = 0
-        # Seconds that the backend lets a call take; fixed.
-        self.limit_s = group_time_limit(group).total_seconds()
+        # Seconds that the backend lets a call take.
+        self.limit_s: Final = group_time_limit(group).total_seconds()
         # Calls by kind and payload; `count` adds, nothing clears.
         self._counts: Counter[tuple[str, str]] = Counter()
         # The table that `record.publish` has written last; it alone uses it, on any thread.
         self.published_table: dict[str, Any] = {}
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
-        """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
+        """Counts a new call. Returns its number among all calls, and among calls of its kind and payload."""
         self.num_calls += 1
         self._counts[kind, what] += 1
         return self.num_calls, self._counts[kind, what]
@@ -68,16 +68,6 @@ class CollectiveRecord:
         return next((call for call in list(self.calls) if call.is_under_way), None)
 
 
-_EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
-"""At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
-through `explain_failures_with`. It is never cleared."""
-
-
-def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
-    """Sets the function that is called with an error raised in a collective. It raises a better error, or returns."""
-    _EXPLAIN[:] = [explain]
-
-
 class Collective:
     """One call of a collective. Enter it around the call, or `run` the call where it may return work to wait for.
     Call `explain` if it fails elsewhere.
@@ -92,13 +82,12 @@ class Collective:
         # Fixed: the group's record, the kind ("all-gather", "reduce-scatter", ...), the payload as messages name it (a
         # unit, a bucket), and its bytes, 0 if messages should give no size.
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
-        # Whether the payload is on an accelerator, so that the call runs there after it has returned; fixed.
+        # Whether the payload is on an accelerator, so that the call runs there after it has returned.
         self.on_device = on_device
-        # Calls in the group so far, this one included: of any kind, and of this kind and payload; fixed.
+        # Calls in the group so far, this one included: of any kind, and of this kind and payload.
         self.number, self.occurrence = record.count(kind, what)
-        # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time of a
-        # message.
-        self.started_at = time.time()
+        # Seconds of the wall clock (`time.time`), compared with those of other calls, and with the time of a message.
+        self.started_at: Final = time.time()
         # Seconds of the wall clock at the end of the call, on an accelerator when it was enqueued. `end` sets it, on
         # any thread; None while the call runs, or if it failed.
         self.ended_at: float | None = None
@@ -166,8 +155,9 @@ class Collective:
 
     def raise_explained(self, error: BaseException) -> None:
         """Explains an error as `explain` does, without marking the call as failed."""
-        for explain in _EXPLAIN:
-            explain(error, self)
+        from ..diagnostics.out_of_step import raise_out_of_step  # after a failure alone: it watches from above
+
+        raise_out_of_step(error, self)
 
     def as_json(self) -> list[Any]:
         """Returns the fields that are published to other ranks."""
@@ -293,7 +283,7 @@ class Position:
 
 
 def positions() -> dict[str, Position]:
-    """Returns this rank's position in each group by the group's name, that of its last collective last.
+    """Returns this rank's position in each group by the group's name. The group of its last collective comes last.
 
     Empty where the backend or the build of torch has no recorder."""
     latest: dict[str, Position] = {}

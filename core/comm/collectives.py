@@ -93,7 +93,7 @@ def all_to_all_by_backend(
 
 
 def broadcast_by_backend(tensor: Tensor, group: ProcessGroup | None = None, *, what: str) -> None:
-    """Overwrites `tensor`, of any layout and dtype, with that of the group's first rank.
+    """Overwrites `tensor`, of any layout and dtype, with the group's first rank's tensor.
 
     Raises:
         OutOfStepError: other ranks did not join.

@@ -257,6 +257,9 @@ class _Listener:
         self._question_store: Any = None
         # The last call that `_explain_late` has explained, or None. Only the thread uses it.
         self._last_explained: Collective | None = None
+        # Looks `_LOOKS` times in each interval whether ranks wait for each other; None until this rank waits once. The
+        # thread sets it, and alone uses it.
+        self._watch: Any = None
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -277,8 +280,12 @@ class _Listener:
                 continue
             looks += 1
             try:
-                for look in _WATCH:
-                    look()
+                if self._watch is None and awaited_calls():
+                    from ..diagnostics.out_of_step import DeadlockWatch  # once a rank waits: it watches from above
+
+                    self._watch = DeadlockWatch()
+                if self._watch is not None:
+                    self._watch.look()
                 if looks % _LOOKS:
                     continue
                 self._explain_late()
@@ -331,15 +338,7 @@ def read_from_store(key: str) -> Any:
         return None
 
 
-_WATCH: list[Callable[[], None]] = []
-"""At most one function, which the listener calls `_LOOKS` times in each interval. `core.diagnostics` sets it when it
-is imported, through `watch_with`. It is never cleared."""
 _LOOKS = 4
-
-
-def watch_with(look: Callable[[], None]) -> None:
-    """Sets a function that looks, on the listener's thread, whether this rank waits."""
-    _WATCH[:] = [look]
 
 
 def _answers(question: int) -> str:

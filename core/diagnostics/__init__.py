@@ -2,16 +2,15 @@
 
 | failure | where it is found | file |
 | --- | --- | --- |
-| a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `distributed.model.unfit_models` |
-| ranks that wrap different models | a wrapper's constructor | `distributed.model.unfit_models` |
-| an optimizer built before the model was wrapped | its step | `step_marks` |
-| a plain state dict for a sharded module | `module.load_state_dict` | `misplaced_parameters` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
-| ranks that wait for each other | the listener's thread | `out_of_step` |
-| ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
 | too little memory | forward, `failures_explained` | `out_of_memory` |
+| ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
+| ranks that wait for each other | the listener's thread | `out_of_step` |
 
-The last three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
+What can be refused before it fails is a guard (`core.distributed.guards`). This package watches from above: the
+library imports it after a failure alone, and the listener when a rank first waits in a collective.
+
+The first three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
 `finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as
 `core.training.train_step` does::
 

@@ -1,4 +1,4 @@
-"""Names a sharded parameter that is used, or loaded, as if this rank had it whole.
+"""Names a sharded parameter that is used as if this rank had it whole.
 
 Outside its unit's forward a module holds only this rank's shard. Torch says "got mixed torch.Tensor and DTensor" and
 names neither. The parameter is found through the traceback: in the line of code that failed, or among the variables of
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..base.errors import CheckpointError, UnitError, WrapError
+from ..base.errors import UnitError
 from ..base.parameters import local_part
-from ..dist_checkpointing.model_state import ValuesToLoad
 
 _SAYS_MIXED = "mixed torch.Tensor and DTensor"
 _TORCH = str(Path(torch.__file__).parent)
@@ -117,43 +116,3 @@ def _place(error: BaseException) -> str:
     path = frame.f_code.co_filename
     code = linecache.getline(path, line).strip()
     return f" ({path}:{line}, in {frame.f_code.co_name}" + (f": {code})" if code else ")")
-
-
-def reject_plain_state_dicts(root: nn.Module) -> None:
-    """Makes `load_state_dict` of a sharded model and its modules raise a clear error for plain tensors.
-
-    Torch would raise an error about mixed tensors for every parameter, or with ``assign=True`` replace the shard by
-    the whole tensor.
-    """
-    for module in root.modules():
-        names = [name for name, value in module.named_parameters(recurse=False) if isinstance(value, DTensor)]
-        if names:
-            module.register_load_state_dict_pre_hook(_checker(names))
-
-
-def _checker(names: list[str]) -> Callable[..., None]:
-    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in names if not isinstance(state_dict, ValuesToLoad) else ():
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                raise CheckpointError(
-                    f"load_state_dict was given {prefix + name} as a plain tensor of shape {list(value.shape)}, and "
-                    "the module holds it sharded over ranks (a DTensor); nothing was loaded from it. Load whole or "
-                    "sharded state dicts with core.dist_checkpointing.load_model_state_dict(module, state_dict)"
-                )
-
-    return check
-
-
-def reject_resizing(root: nn.Module) -> None:
-    """Makes Hugging Face's `resize_token_embeddings` of a wrapped model raise before it changes a weight."""
-    for module in root.modules():
-        if hasattr(module, _RESIZE):
-            setattr(module, _RESIZE, _refuse_to_resize)
-
-
-_RESIZE = "resize_token_embeddings"
-
-
-def _refuse_to_resize(*_: object, **__: object) -> NoReturn:
-    raise WrapError(f"{_RESIZE} was called after the model was wrapped, whose memory has the old size; call it first")

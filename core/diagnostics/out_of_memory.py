@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base import memory_categories as memory
-from ..base.errors import MemoryLimitError, ShardstackError
+from ..base.errors import MemoryLimitError
+from ..base.memory_categories import is_out_of_memory
 from ..base.text import aligned, first_line, readable_bytes
-from .step_marks import known_optimizers
+from ..distributed.step_marks import known_optimizers
 
 
 def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
@@ -55,7 +56,6 @@ def table_lines(table: dict[str, int]) -> list[str]:
     return [f"  {line}" for line in aligned(rows)]
 
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGTP]iB)", re.IGNORECASE)
 _POWERS = {unit: 1024**power for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib"))}
 _NUM_SETTINGS = 3
@@ -81,15 +81,6 @@ def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
     on_device = isinstance(error, torch.OutOfMemoryError) or "cuda" in str(error).lower()
     message = _message(error, wrapper, "cuda" if on_device else "cpu")
     raise (_DeviceMemoryError if on_device else _HostMemoryError)(message) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory could not be allocated, on the host or an accelerator."""
-    if isinstance(error, ShardstackError):
-        return False
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _message(error: BaseException, wrapper: Any, device_type: str) -> str:

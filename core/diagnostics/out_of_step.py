@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import OutOfStepError, ShardstackError
+from ..base.memory_categories import is_out_of_memory
 from ..base.text import first_line, join_parts, rank_list, readable_bytes, texts_by_rank
 from ..comm import gloo, record
-from ..comm.call import Collective, Position, explain_failures_with, positions
-from .out_of_memory import is_out_of_memory
+from ..comm.call import Collective, Position, positions
 
 _BACKEND_FAILED = re.compile(
     r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe|socket closed"
@@ -202,9 +202,6 @@ def _text(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
     return f"{kind} {occurrence} of {what}{size}"
 
 
-explain_failures_with(raise_out_of_step)
-
-
 PATIENCE_S = 0.5
 """Seconds that a rank waits in a collective before it compares itself with another."""
 
@@ -220,7 +217,7 @@ class DeadlockWatch:
         # What the last look has seen: the calls that this rank waits in, and what the other rank has published. Empty
         # unless this rank waits. `look` sets it.
         self._last_wait: tuple[Any, ...] = ()
-        # Number of looks, by which other ranks see that this one is alive; never reset.
+        # Number of looks, by which other ranks see that this one is alive.
         self._looks = 0
 
     def look(self) -> None:
@@ -291,6 +288,3 @@ def _close_connections(call: Collective) -> None:
     with contextlib.suppress(RuntimeError):  # the wait's, which is what it is for
         message = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_UNSENT_TAG)
         message.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
-
-
-record.watch_with(DeadlockWatch().look)

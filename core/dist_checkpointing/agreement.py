@@ -235,7 +235,7 @@ def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
 
 
 _ALIGNMENT_BYTES = 64
-"""Each piece begins at a multiple of it in its file."""
+"""Alignment of each piece in its file."""
 
 
 def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:

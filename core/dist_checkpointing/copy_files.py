@@ -1,4 +1,4 @@
-"""The files of copies in memory (`host_copies`): what a rank writes, and what of it can be read after a loss.
+"""The files of copies in memory (`host_copies`): writes them, and finds what can be read after a loss.
 
 A mark says of which step a rank's pieces are, and has their sums. It is JSON, signed with the secret of the job for
 its place: generation, version and rank. Its file has its memory before the first step, and is written in place: a
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.files import JSON_BYTES, BoundsError, open_in_place, parse_json, read_file
-from ..base.job_secret import is_signed, signature
+from ..rendezvous.job_secret import is_signed, signature
 from .format.index import CheckpointIndex, decode_index, is_size
 
 PLAN_FILE, GENERATION, VERSIONS = "plan.json", "generation_{:05d}", ("version_0", "version_1")

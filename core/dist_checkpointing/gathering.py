@@ -1,4 +1,4 @@
-"""Moves tensors of the whole model between ranks, a bucket at a time, so that no rank holds more than that of them.
+"""Moves tensors of the whole model between ranks, a bucket at a time, so that no rank holds more than a bucket whole.
 
 Every way out of a sharded model (files of other systems, a trainer's whole state dict, an inference server and its
 shards) goes through `plan_transfers` and `move`: from the boxes that ranks hold, elements travel straight into those

@@ -94,8 +94,9 @@ def local_slices(param: Tensor) -> tuple[slice, ...]:
 
 
 def local_tensor(value: Tensor) -> Tensor:
-    """Returns this rank's piece of `value` as a plain, detached tensor that shares its storage."""
-    return local_part(_detach(value))
+    """Returns this rank's piece of `value` as a plain, detached tensor that shares its storage. Flat for a
+    `FlatRange`."""
+    return value.elements if isinstance(value, FlatRange) else local_part(_detach(value))
 
 
 def _layout(param: Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
@@ -270,7 +271,7 @@ def noting_copy(view: Tensor, param: Tensor) -> Tensor:
 
 
 def can_be_cast(dtype: torch.dtype, tensor: Tensor) -> bool:
-    """Returns whether values of a dtype may be rounded to that of a tensor: both are floating, and no packed codes."""
+    """Returns whether values of a dtype may be rounded to a tensor's dtype: both are floating, and no packed codes."""
     return dtype.is_floating_point and tensor.dtype.is_floating_point and not is_packed(tensor)
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
-from ..base.job_secret import job_secret
+from ..rendezvous.job_secret import job_secret
 from . import agreement, copy_files
 from .agreement import Key, Offer, Ranks
 from .copy_files import PLAN_FILE, VERSIONS, map_file, word_sum, write_mark
@@ -127,13 +127,16 @@ class HostCopies:
         self.num_bytes_sent = 0 if self._partner is None else num_bytes
         """Bytes that this rank sends to its partner in each copy."""
         self.start(tensors, metadata, step)
+        self._replace_older(ranks, sizes, root if is_first_of_node else None)
+
+    def _replace_older(self, ranks: Ranks, sizes: dict[str, int], root: Path | None) -> None:
+        """Waits for the first copy, and removes copies of other generations from `root`, for the second version."""
         self.wait()
         if self._is_behind:
             raise CheckpointError(f"{self._folder}: the first copy cannot be written; use --on-lost-rank restart")
-        if is_first_of_node:
-            for folder in root.glob("generation_*"):
-                if folder != self._folder:
-                    shutil.rmtree(folder, ignore_errors=True)
+        for folder in root.glob("generation_*") if root is not None else ():
+            if folder != self._folder:
+                shutil.rmtree(folder, ignore_errors=True)
         ranks.all_gather(None)  # the old versions make room for the second one
         self._allocate(ranks, sizes)
 
@@ -191,7 +194,7 @@ class HostCopies:
         return problem and f"step {step}, {problem}", not agreed[0], int(agreed[1])
 
     def _exchange(self, folder: Path, memory: Mapping[str, Tensor], mark: bytes) -> str:
-        """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is.
+        """Sends this rank's own file to its partner, and receives the files of the ranks whose partner it is.
 
         Args:
             mark: its text; empty if it could not be written, and the partner shall not write it either.
@@ -374,7 +377,7 @@ def _complete_versions(
 
 
 def _make_readable(root: Path, folder: Path, index: CheckpointIndex, held: set[str], missing: set[str]) -> None:
-    """Completes a version on this machine: by its index, files to be fetched, and those that no rank here reads."""
+    """Completes a version on this machine by its index, files to be fetched, and files that no rank here reads."""
     if missing:  # what is fetched takes the place of the other version
         _remove_all_but(root, folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,8 @@ from .format.content_hash import joint_hash
 from .format.folders import existing_folder, latest_checkpoint
 from .format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, TensorEntry
 from .format.reader import read_index
-from .loading import another_offered, damage, verified_line
+from .good_checkpoints import another_offered
+from .loading import damage, verified_line
 from .model_state import MODEL
 from .safetensors_io import has_safetensors, read_safetensors_index
 

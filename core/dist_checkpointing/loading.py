@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from .agreement import Ranks, held_parts, refuse, tensor_problem
 from .format import folders
 from .format.content_hash import MODULUS, box_hash
 from .format.index import Box, CheckpointIndex, Piece, share_elements
-from .format.reader import PieceReader, is_good, read_index
+from .format.reader import PieceReader, read_index
 from .global_view import FlatRange, can_be_cast
 from .model_state import ShardedStateDict
 
@@ -75,17 +73,7 @@ def load(
     stand_ins = {name: _of_stored_dtype(t, index, name) for name, t in state.items()} if cast else {}
     casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
     state |= {name: stand_in for name, (_, stand_in) in casts.items()}
-    problems = _mismatches(state, index)
-    names_there = index.tensors.keys() | index.others
-    absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
-    own = problems + absent if strict else problems, names_there - state.keys(), len(absent) == len(state)
-    answers = ranks.all_gather(own)
-    problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))
-    unclaimed = sorted(set.intersection(*(names for _, names, _ in answers))) if strict else []
-    unclaimed = [name for name in unclaimed if optional is None or not name.startswith(optional)]
-    problems += [f"not asked for, but in the checkpoint: {name}" for name in unclaimed]
-    if not problems and all(nothing for _, _, nothing in answers):
-        problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
+    problems = _problems(state, index, strict, optional, ranks)
     refuse(f"{folder} is a checkpoint of another model or layout", problems)
     targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
     moved_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
@@ -213,40 +201,6 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
     return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
 
 
-def newest_good(root: Path, ranks: Ranks, *, exclude: Path | None = None) -> Path | None:
-    """Returns the newest undamaged checkpoint that a run can continue from, or None if there is none. Collective.
-
-    Args:
-        exclude: a checkpoint that is not considered; older ones are tried first, then newer ones.
-    """
-    paths = ranks.from_first(lambda: [path for path in folders.complete_checkpoints(root) if path != exclude])
-    if exclude is not None:
-        paths.sort(key=lambda path: folders.iteration_of(path) > folders.iteration_of(exclude))
-    for path in paths:
-        if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
-            return path
-    return None
-
-
-@contextmanager
-def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Adds to errors of a checkpoint with damaged files the newest undamaged one to load instead. Collective."""
-    try:
-        yield
-    except CheckpointError as error:
-        if folder.parent == folder or not damage(folder, ranks):
-            raise
-        raise CheckpointError(f"{error}; {advice(folder, ranks)}") from None
-
-
-def advice(folder: Path, ranks: Ranks) -> str:
-    """Says which checkpoint to load instead of `folder`. Collective."""
-    good_folder = newest_good(folder.parent, ranks, exclude=folder)
-    if good_folder is None:
-        return f"no other checkpoint in {folder.parent} is whole"
-    return f"{good_folder.name} in the same folder is whole: continue from it with --load {good_folder}"
-
-
 def _is_damaged(reader: PieceReader, name: str, piece: Piece) -> bool:
     try:
         values = reader.piece_values(name, piece)
@@ -281,6 +235,23 @@ def _of_stored_dtype(tensor: Tensor, index: CheckpointIndex, name: str) -> Tenso
     if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
         return None
     return torch.empty_like(tensor.detach(), dtype=entry.dtype) if can_be_cast(entry.dtype, tensor) else None
+
+
+def _problems(
+    state: Mapping[str, Tensor], index: CheckpointIndex, strict: bool, optional: str | None, ranks: Ranks
+) -> list[str]:
+    """Returns what keeps tensors of all ranks from being loaded, the same on each. Collective."""
+    absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
+    unclaimed = (index.tensors.keys() | index.others) - state.keys() if strict else set[str]()
+    own = _mismatches(state, index) + (absent if strict else []), unclaimed, len(absent) == len(state)
+    answers = ranks.all_gather(own)
+    problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))
+    for name in sorted(set.intersection(*(names for _, names, _ in answers))):
+        if optional is None or not name.startswith(optional):
+            problems.append(f"not asked for, but in the checkpoint: {name}")
+    if not problems and all(nothing for _, _, nothing in answers):
+        problems.append(f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint")
+    return problems
 
 
 def _mismatches(state: Mapping[str, Tensor], index: CheckpointIndex) -> list[str]:

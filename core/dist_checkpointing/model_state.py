@@ -242,11 +242,7 @@ def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True  # given twice; other types were reported before
-    return one.shape == other.shape and torch.equal(_own_values(one), _own_values(other))
-
-
-def _own_values(value: torch.Tensor) -> torch.Tensor:
-    return value.elements if isinstance(value, FlatRange) else local_tensor(value)
+    return one.shape == other.shape and torch.equal(local_tensor(one), local_tensor(other))
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:

@@ -149,25 +149,19 @@ def save_folder(
             except Exception as error:
                 failures.append(error)
                 shard.clear()
-        try:
-            if ranks.is_first and not failures:
-                _write_file(temporary / file, shard)
-        except Exception as error:
-            failures.append(error)
+        if ranks.is_first and not failures:
+            failures += _write_file(temporary / file, shard)
 
     def publish() -> None:
         for failure in failures:
             raise failure
-        if not ranks.is_first:
-            return
-        if len(files) > 1:
-            places = {name: file for file, names in files.items() for name in names}
-            document = {"metadata": {"total_size": sum(_bytes(*of) for of in plan.values())}, "weight_map": places}
-            write_durably(temporary / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
-        describe(temporary)
-        sync_folder(temporary)
-        temporary.replace(folder)
-        sync_folder(folder.parent)
+        if ranks.is_first:
+            if len(files) > 1:
+                _write_index(temporary, files, sum(_bytes(*of) for of in plan.values()))
+            describe(temporary)
+            sync_folder(temporary)
+            temporary.replace(folder)
+            sync_folder(folder.parent)
 
     try:
         ranks.on_all(publish)
@@ -182,14 +176,24 @@ def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequ
     return tensor.detach().cpu().contiguous()
 
 
-def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> list[Exception]:
+    """Returns the error that kept the file from being written, if any."""
     library = _library()
     try:
         library.torch.save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
     except (OSError, library.SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written ({error}); make room, or choose another folder") from error
+        return [CheckpointError(f"{path} cannot be written ({error}); make room, or choose another folder")]
+    except Exception as error:  # raised on all ranks, which still gather tensors together
+        return [error]
+    return []
+
+
+def _write_index(folder: Path, files: Mapping[str, Sequence[str]], num_bytes: int) -> None:
+    places = {name: file for file, names in files.items() for name in names}
+    document = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+    write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def _begin_new_folder(folder: Path) -> Path:

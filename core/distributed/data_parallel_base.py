@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
-from ..base.module_protocol import counting_modules, rank_dependence, unwrap_model
+from ..base.errors import ConfigError, ShardstackError
+from ..base.module_protocol import counting_modules, unwrap_model
 from ..base.parameters import is_packed
-from ..diagnostics import raise_explained
-from ..diagnostics.misplaced_parameters import reject_resizing
-from ..dist_checkpointing.global_view import FlatRange
-from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..process_groups_config import ProcessGroupCollection
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
-from .engine.engine import Engine, WrappedModel, own_parameters
-from .gradient_state import GradientState
+from .engine.engine import Engine, own_parameters
 from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
-from .model import unfit_models
-from .model.initial_values import broadcast_tensors
+from .guards import GUARDS, Guard, PlainModel, reject_wrapped
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
-from .plan import Plan, plan_model
+from .plan import plan_model
 from .plan.units import UnitChoice
-from .report import describe, model_facts
+from .step import Call, Phase, Step
+from .wrapped_parameters import _WrappedParameters
 
 
-class _BaseDataParallel(WrappedModel):
+class _BaseDataParallel(_WrappedParameters):
     """A module whose gradients are made global over a data-parallel group.
 
     The rule that every wrapper keeps: **what works on a plain module in one process either gives that result, or
@@ -52,40 +47,81 @@ class _BaseDataParallel(WrappedModel):
 
     Args:
         config: the model's config. Any object will do: an absent field takes its default.
-        module: the model, wrapped in place.
         ddp_config: the wrapper's settings.
-        plan: what `ddp_config` means for this model on these ranks.
+        module: the model, wrapped in place.
+        unit_classes: classes of units, or single modules. None means `default_units` of the model.
+        ranks, pg_collection: the ranks that hold replicas, as in the wrappers' `process_group` and `pg_collection`.
+        guards: guarantees of this wrapper alone, in addition to `GUARDS`.
+        disable_bucketing, finish_in_backward, mp_policy: of `plan_model`.
+
+    Raises:
+        WrapError: the model is wrapped already or cannot be wrapped.
+        ParallelConfigError: a setting that this wrapper, the model or these ranks cannot have.
 
     Attributes:
         plan: what the wrapper does. The library reads it instead of `ddp_config`, which is kept for users.
         engine: holds the parameters and gradients. Optimizers, checkpoints and reports use it.
         process_group: the ranks that hold replicas: data-parallel times context-parallel ones.
-        gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
-            report events to it, and check the phase before they act.
+        guards: what every step is checked by, besides the model at its wrapping.
+        step: the order of calls. The wrapper, `finalize_model_grads` and optimizers check it before they act, and
+            report what they have done to gradients.
     """
 
     is_model_wrapper = True
 
     engine_kind: ClassVar[EngineKind]
-    """The kind of `engine`. Fixed by each class, and read when a model is planned."""
+    """The kind of `engine`. Each class sets it, and a model is planned for it."""
 
-    def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        unit_classes: Iterable[UnitChoice] | None,
+        ranks: Ranks | None,
+        pg_collection: ProcessGroupCollection | None,
+        *,
+        guards: Iterable[Guard] = (),
+        disable_bucketing: bool = False,
+        finish_in_backward: bool = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+    ) -> None:
         super().__init__()
-        unfit_models.reject_different_models(plan)
-        if plan.transforms:
-            transform_units(plan.transforms)
-        if plan.shards_parameters and any(map(is_packed, module.parameters())):
+        kind = self.engine_kind
+        reject_wrapped(module, (_BaseDataParallel,))  # before anything is read of it: marks would be another wrapper's
+        groups = find_groups(type(self).__name__, ddp_config.num_distributed_optimizer_instances, ranks, pg_collection)
+        for parameter in module.parameters():
+            vars(parameter).pop(LEFT_OUT, None)  # the mark of an earlier wrapper
+        if ddp_config.replicated or ddp_config.ignored:
+            shards = kind is not EngineKind.FLAT_BUFFERS or ddp_config.shards_updates
+            groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
+        self.guards = [*guards, *(guard() for guard in GUARDS)]
+        self.step = Step()
+        for guard in self.guards:
+            guard.at_wrap(PlainModel(module, config, ddp_config, groups, kind))
+        self.plan = plan_model(
+            module if kind is EngineKind.FSDP2 else unwrap_model(module),
+            config,
+            ddp_config,
+            groups,
+            unit_classes,
+            engine=kind,
+            caller=type(self).__name__,
+            disable_bucketing=disable_bucketing,
+            finish_in_backward=finish_in_backward,
+            mp_policy=mp_policy,
+        )
+        for guard in self.guards:
+            guard.at_plan(self.plan, self.step)
+        if self.plan.transforms:
+            transform_units(self.plan.transforms)
+        if self.plan.shards_parameters and any(map(is_packed, module.parameters())):
             hold_packed_weights(module)
-        # These five are the user's and the plan's; nothing replaces them.
-        self.config = config
-        self.module = module
-        self.ddp_config = ddp_config
-        self.plan = plan
-        self.process_group = plan.groups.whole
-        # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
+        self.config, self.module, self.ddp_config = config, module, ddp_config
+        self.process_group = groups.whole
+        # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built.
         self.updated_parameters: set[nn.Parameter] = set()
-        self.gradient_state = GradientState()
-        # What the model has of `CountsInStep`; fixed. Steps use it, because looking for them takes long.
+        # What the model has of `CountsInStep`. Each step uses it, because looking for them takes long.
         self.counting_modules = counting_modules(module)
 
     def _set_engine(self, engine: Engine, *, lives_with_module: bool = False) -> None:
@@ -99,77 +135,41 @@ class _BaseDataParallel(WrappedModel):
         """
         self.engine = engine
         engine.wrapper = self if lives_with_module else None
+        # Bound to guards, which know no wrapper: autograd's hooks hold the engine, and must not hold the wrapper.
+        engine.gradients.inspections = tuple(
+            guard.on_gradients for guard in self.guards if type(guard).on_gradients is not Guard.on_gradients
+        )
+        for guard in self.guards:
+            guard.once_wrapped(self.module, engine)
         if self.plan.transforms:
             offload_activations(self.plan.transforms)
-        reject_resizing(self.module)
         own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
-
-    @classmethod
-    def _make_plan(
-        cls,
-        module: nn.Module,
-        model: nn.Module,
-        config: Any,
-        ddp_config: DistributedDataParallelConfig,
-        unit_classes: Iterable[UnitChoice] | None,
-        ranks: Ranks | None,
-        pg_collection: ProcessGroupCollection | None,
-        *,
-        disable_bucketing: bool = False,
-        finish_in_backward: bool = False,
-        mp_policy: MixedPrecisionPolicy | None = None,
-    ) -> Plan:
-        """Resolves the groups of ranks and plans a model, which is changed only afterwards.
-
-        Args:
-            module: the argument of the constructor.
-            model: what is planned: `module`, or the model inside it.
-            unit_classes: None means `default_units` of the model.
-            disable_bucketing, finish_in_backward, mp_policy: of `plan_model`.
-
-        Raises:
-            WrapError: the model is wrapped already or cannot be wrapped.
-            ParallelConfigError: from `plan_model`.
-        """
-        unfit_models.reject_wrapped(module, (_BaseDataParallel,))
-        instances = ddp_config.num_distributed_optimizer_instances
-        groups = find_groups(cls.__name__, instances, ranks, pg_collection)
-        for parameter in module.parameters():
-            vars(parameter).pop(LEFT_OUT, None)  # the mark of an earlier wrapper
-        if ddp_config.replicated or ddp_config.ignored:
-            shards = cls.engine_kind is not EngineKind.FLAT_BUFFERS or ddp_config.shards_updates
-            groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
-        unfit_models.reject_expert_parameters(module, config, groups)
-        if ddp_config.reproducible_across_ranks and (dependence := rank_dependence(module)):
-            raise ParallelConfigError(f"reproducible_across_ranks is set, and {dependence}")
-        unfit_models.reject_unfit(module)
-        if cls.engine_kind is EngineKind.FSDP2:
-            unfit_models.reject_unfit_for_fsdp2(module)
-        return plan_model(
-            model,
-            config,
-            ddp_config,
-            groups,
-            unit_classes,
-            engine=cls.engine_kind,
-            caller=cls.__name__,
-            disable_bucketing=disable_bucketing,
-            finish_in_backward=finish_in_backward,
-            mp_policy=mp_policy,
-        )
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
-        return self.plan.sums_gradients
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. `raise_explained` explains its errors."""
         try:
             return self.module(*inputs, **kwargs)
         except Exception as error:
+            from ..diagnostics import raise_explained  # which is needed after a failure alone, and watches from above
+
             raise_explained(error, self)
             raise
+
+    def check_step(self, optimizer: str, *, is_torchs: bool = False) -> None:
+        """Raises unless an optimizer may read the gradients and write the parameters.
+
+        Args:
+            optimizer: its name, for messages.
+            is_torchs: it reads ``param.grad``, and is no optimizer of `core.optimizer`.
+
+        Raises:
+            ShardstackError: of a guard, whose guarantee does not hold.
+        """
+        self.engine.gradients.recover()
+        if is_torchs:
+            self.engine.prepare_direct_step(optimizer)
+        for guard in self.guards:
+            guard.before_step(self.engine, optimizer, is_torchs=is_torchs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,21 +237,28 @@ class _BaseDataParallel(WrappedModel):
             ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad``.
             ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
-        gradients, tree = self.engine.gradients, self.engine.gradients.tree
+        engine, gradients, tree = self.engine, self.engine.gradients, self.engine.gradients.tree
         if not gradients.syncs:
             raise ShardstackError(
                 "finish_grad_sync was called inside no_sync; leave it (or set require_backward_grad_sync)"
             )
         gradients.recover()
-        self.gradient_state.check_may_reduce()
+        self.step.check(Call.REDUCE)
         if tree is not None:
             tree.check_complete()
-        gradients.finish()
-        if tree is not None and tree.factor != 1.0 and not self.gradient_state.is_reduced:
-            self._scale_gradients(tree.factor)
-        self.engine.share_buffers()
-        self.gradient_state.note_reduced()
-        gradients.num_steps += 1
+        for guard in self.guards:
+            guard.before_reduction(engine)
+        try:
+            gradients.finish()
+        except RuntimeError:
+            for guard in self.guards:
+                guard.on_failure(engine)
+            raise
+        if tree is not None and tree.factor != 1.0 and not self.step.is_reduced:
+            _scale(engine, tree.factor)
+        engine.share_buffers()
+        self.step.enter(Phase.REDUCED)
+        self.step.number += 1
         if force_all_reduce:
             gradients.gather()
 
@@ -259,29 +266,14 @@ class _BaseDataParallel(WrappedModel):
         """Starts the reduction that `finish_grad_sync` completes. Does nothing in a wrapper that does not overlap."""
         self.engine.gradients.start()
 
-    sharded_state_dict = sharded_state_dict
-
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies every gradient that the optimizer will read by a number or a 0-dim tensor.
 
         Raises:
             ShardstackError: gradients have not been reduced, by `finish_grad_sync`.
         """
-        if not self.gradient_state.is_reduced:
-            raise ShardstackError(
-                f"scale_gradients was called while gradients are {self.gradient_state.phase.value}; call "
-                "finish_grad_sync first"
-            )
-        self._scale_gradients(scaling_factor)
-
-    def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        self.engine.parameters.settle()
-        gradients = self.engine.gradients.tensors()
-        if gradients and isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
-        if gradients:
-            torch._foreach_mul_(gradients, scaling_factor)
-        self.engine.gradients.gather(again=True)
+        self.step.check(Call.SCALE)
+        _scale(self.engine, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
@@ -290,7 +282,7 @@ class _BaseDataParallel(WrappedModel):
             self.engine.gradients.tree.restart()
         for module in self.counting_modules:
             module.clear_step_sums()
-        self.gradient_state.note_zeroed()
+        self.step.enter(Phase.ZEROED)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Calls `zero_grad_buffer`, by torch's name. Gradients are None or unused memory in both forms."""
@@ -299,86 +291,6 @@ class _BaseDataParallel(WrappedModel):
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""
         return self.engine.gradients.of(parameter)
-
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Makes parameters readable and writable as plain tensors. Keeps what is written to them.
-
-        Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
-        whose parameters are always whole, or are DTensors.
-        """
-        with self.engine.parameters.whole():
-            yield
-
-    def broadcast_params(self) -> None:
-        """Broadcasts data-parallel rank 0's parameters and buffers to all replicas.
-
-        A shard is sent to its replicas across optimizer instances. Within an instance it exists once, and is not sent:
-        replicas that started different were made equal before they were cut (``sync_module_states``).
-        """
-        self.engine.parameters.settle()
-        broadcast_tensors(self.module.buffers(), self.process_group)
-        for _, parameter in managed_parameters(self.module):
-            groups = self.plan.groups.of(parameter)
-            replicas = groups.replicate if self.plan.shards_parameters else groups.whole
-            if replicas is not None:
-                broadcast_tensors([self.engine.parameters.shard(parameter)], replicas)
-        self.engine.parameters.invalidate()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ShardstackError(
-            f"{type(self).__name__} cannot be copied or pickled (copy.deepcopy, torch.save): it holds process groups. "
-            "Save its state_dict(), or whole checkpoints with core.dist_checkpointing; copy or save the model inside, "
-            "its .module"
-        )
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the wrapped module's state dict, under the names of the unwrapped module."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns the module's state dict for a checkpoint, by Megatron-LM's name."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies into the module's parameters and buffers. Every rank calls it.
-
-        `TorchFullyShardedDataParallel` has its own, which loads nothing.
-
-        Args:
-            state_dict: whole tensors, as those of a plain module; or this rank's parts, as `load_model_state_dict`
-                takes them. The module's own tensors, which a checkpoint loader has filled in place, stay as they are.
-
-        Raises:
-            ParallelConfigError: `assign` where parameters are sharded, which would replace them.
-            CheckpointError: of `load_model_state_dict`, before anything is written.
-        """
-        if assign and self.plan.shards_parameters:
-            raise ParallelConfigError(
-                "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
-                "wrapper's memory; leave it out"
-            )
-        if any(isinstance(value, FlatRange) for value in state_dict.values()):
-            return load_model_state_dict(self.module, state_dict, strict, process_group=self.process_group)
-        with self.whole_parameters():
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
-        """Describes the wrapped model by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
-
-        No communication: a rank may call it alone. Bytes are this rank's. The bytes that a step sends are the minimum
-        for its collectives, as in a ring algorithm. They include only the wrapper's collectives, not those of tensor
-        parallelism or of the gradient norm.
-
-        Args:
-            format: ``text``, a table of at most 119 columns in which equal layers share a line; or ``html``, a page in
-                one file, in which bars show bytes.
-            num_microbatches: micro-batches in a step.
-
-        Raises:
-            ConfigError: an unknown format.
-        """
-        return describe(model_facts(self.plan, self.module, num_microbatches), format)
 
 
 def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
@@ -396,3 +308,14 @@ def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -
             f"{'' if strangers[0] is model else 'a list with '}a {type(strangers[0]).__name__}"
         )
     return chunks
+
+
+def _scale(engine: Engine, factor: float | torch.Tensor) -> None:
+    """Multiplies this rank's reduced gradients, and whole ones that were gathered from them."""
+    engine.parameters.settle()
+    gradients = engine.gradients.tensors()
+    if gradients and isinstance(factor, torch.Tensor):
+        factor = factor.to(gradients[0].device)  # offloaded shards are on the host
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+    engine.gradients.gather(again=True)

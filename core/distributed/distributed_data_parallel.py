@@ -17,8 +17,11 @@ from .flat.buffer import FlatBuffer
 from .flat.flat_engine import FlatEngine
 from .flat.whole_parameters import WholeParameters
 from .groups import Ranks
+from .guards import Guard
+from .plan import Plan
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
+from .step import Step
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -79,28 +82,20 @@ class DistributedDataParallel(_BaseDataParallel):
         process_group: Ranks | None = None,
         finish_in_backward: bool = False,
     ) -> None:
-        model = unwrap_model(module)
-        plan = self._make_plan(
-            module,
-            model,
+        super().__init__(
             config,
             ddp_config,
+            module,
             sub_modules_to_wrap,
             process_group,
             pg_collection,
+            guards=(_GivenLayout(full_param_layout),),
             disable_bucketing=disable_bucketing,
             finish_in_backward=finish_in_backward,
         )
-        planned = tuple(tuple(bucket.layout for bucket in buckets) for buckets in plan.buffers)
-        if full_param_layout not in (None, planned):
-            raise ParallelConfigError(
-                "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
-                "bucket_size, number of ranks and ddp_config, or leave it out"
-            )
-        super().__init__(config, module, ddp_config, plan)
         finish = self.finish_grad_sync if finish_in_backward else None
-        self._set_engine(FlatEngine(plan, module, model, self.gradient_state, finish))
-        if plan.settings.overlap_param_gather:
+        self._set_engine(FlatEngine(self.plan, module, unwrap_model(module), self.step, finish))
+        if self.plan.settings.overlap_param_gather:
             self.enable_forward_pre_hook()
 
     @property
@@ -116,7 +111,8 @@ class DistributedDataParallel(_BaseDataParallel):
             force_sync: return only when all parameters are gathered.
             force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
-        self.engine.placement.check_unless_optimizer_does()
+        for guard in self.guards:
+            guard.before_reduction(self.engine)
         self._parameters_of_engine.publish(waits=force_sync)
 
     def finish_param_sync(self) -> None:
@@ -171,6 +167,21 @@ class DistributedDataParallel(_BaseDataParallel):
     def expert_parallel_bucket_groups(self) -> list[Bucket]:
         """The buckets of `expert_parallel_buffers`, in the order in which they leave."""
         return [bucket for bucket in self.engine.buckets if bucket.buffer.kind.kind == "expert"]
+
+
+class _GivenLayout(Guard):
+    """The layout of buffers is the one that the caller has computed, if any."""
+
+    def __init__(self, layout: FullParamLayout | None) -> None:
+        self._layout = layout
+
+    def at_plan(self, plan: Plan, step: Step) -> None:
+        planned = tuple(tuple(bucket.layout for bucket in buckets) for buckets in plan.buffers)
+        if self._layout not in (None, planned):
+            raise ParallelConfigError(
+                "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
+                "bucket_size, number of ranks and ddp_config, or leave it out"
+            )
 
 
 class ParamAndGradBuffer:

@@ -17,6 +17,7 @@ from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, check_chunks
 from .groups import managed_parameters
+from .step import Call, Phase
 
 
 def finalize_model_grads(
@@ -53,12 +54,12 @@ def finalize_model_grads(
     """
     check_chunks(model, "finalize_model_grads", _BaseDataParallel)
     for chunk in model:
-        if chunk.sums_gradients != (num_tokens is not None):
+        if chunk.plan.sums_gradients != (num_tokens is not None):
             raise ConfigError(
-                f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
-                "divided either by the number of ranks or by the number of tokens: give both or neither"
+                f"calculate_per_token_loss is {chunk.plan.sums_gradients}, but num_tokens is {num_tokens}; "
+                "gradients are divided either by the number of ranks or by the number of tokens: give both or neither"
             )
-        chunk.gradient_state.check_may_finalize()
+        chunk.step.check(Call.FINALIZE)
     for chunk in model:
         chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
@@ -72,7 +73,7 @@ def finalize_model_grads(
         chunk.engine.gradients.gather()
     end_step([module for chunk in model for module in chunk.counting_modules], model[0].process_group)
     for chunk in model:
-        chunk.gradient_state.note_finalized()
+        chunk.step.enter(Phase.FINALIZED)
 
 
 @torch.no_grad()
@@ -115,7 +116,7 @@ def is_last_stage(chunk: torch.nn.Module) -> bool:
 
 
 def sum_of_last_stage(values: torch.Tensor, model: Sequence[_BaseDataParallel]) -> None:
-    """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
+    """Copies values, in place, from the ranks with the last pipeline stage to all stages. Every stage calls it.
 
     Args:
         model: this rank's stages.

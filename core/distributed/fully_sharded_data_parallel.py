@@ -74,12 +74,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
     ) -> None:
-        model = unwrap_model(module)
-        plan = self._make_plan(
-            module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
+        super().__init__(
+            config, ddp_config, module, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
-        super().__init__(config, module, ddp_config, plan)
-        self._set_engine(FlatEngine(plan, module, model, self.gradient_state), lives_with_module=True)
+        self._set_engine(FlatEngine(self.plan, module, unwrap_model(module), self.step), lives_with_module=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Applies ``to``, ``cuda``, ``half``... to buffers alone.

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import process_groups
 from ..base import device
 from ..base._torch_compat import num_groups_of_this_rank
 from ..base.errors import ParallelConfigError
 from ..comm.collectives import all_reduce_by_backend
-from ..process_groups import current
-from ..process_groups.make_groups import ParallelGroups
+from ..process_groups import ParallelGroups
 from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 
 Ranks = dist.ProcessGroup | DeviceMesh
@@ -80,7 +80,7 @@ class DataParallelGroups:
         return {"expert": self.experts, "replicated": self.replicated}.get(kind) or self
 
     def with_replicated(self) -> DataParallelGroups:
-        """Returns the groups with those of parameters left out of sharding."""
+        """Adds the groups of parameters that settings leave out of sharding."""
         return replace(self, replicated=DataParallelGroups(self.whole, _lone_group(), replicate=self.whole))
 
     @classmethod
@@ -272,7 +272,7 @@ def _group_of_collection(
 
 
 def _initialized_groups(num_instances: int) -> DataParallelGroups:
-    state = current.groups("the 'dp_cp' group")
+    state = process_groups.groups("the 'dp_cp' group")
     whole, mesh = state.by_kind["dp_cp"].process_group, state.data_parallel_mesh
     experts = _initialized_experts(state, num_instances, whole.size()) if state.experts_are_apart else None
     if num_instances == 1:

@@ -24,7 +24,7 @@ from .plan.units import UnitChoice
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
-    """Parameters, gradients and optimizer state sharded over the group (ZeRO-3), by PyTorch's `fully_shard`.
+    """Shards parameters, gradients and optimizer state over the group (ZeRO-3), by PyTorch's `fully_shard`.
 
     Parameters become DTensors on dim 0 and keep Megatron's attributes; ``param.grad`` is sharded so too. With fp32
     parameters and ``config.bf16`` or ``fp16`` the fp32 shard is the master copy: it is cast for the all-gather, and
@@ -73,14 +73,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         mp_policy: MixedPrecisionPolicy | None = None,
         initializes: bool = True,
     ) -> None:
-        plan = self._make_plan(
-            module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
+        super().__init__(
+            config, ddp_config, module, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
-        super().__init__(config, module, ddp_config, plan)
-        model = unwrap_model(module)
-        engine = Fsdp2Engine(plan, module, model, self.gradient_state, initializes=initializes)
+        engine = Fsdp2Engine(self.plan, module, unwrap_model(module), self.step, initializes=initializes)
         self._set_engine(engine, lives_with_module=True)
-        # Whether a hook of the module calls `note_forward`. `let_module_be_called` sets it; never cleared.
+        # Whether a hook of the module calls `note_forward`. `let_module_be_called` sets it.
         self._is_called_by_module = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

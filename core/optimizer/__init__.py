@@ -1,8 +1,10 @@
-"""Optimizers that do not know, or show, how the model is sharded."""
+"""Optimizers that do not know, or show, how the model is sharded.
+
+What a training may add to its optimizer is imported from its own module: `averaged_weights.AveragedWeights`, and
+`run_state.RunState`, which saves and loads a training whole.
+"""
 
 from ..base.megatron_names import absent_names
-from ..optimizer_param_scheduler import OptimizerParamScheduler
-from .averaged_weights import AveragedWeights
 from .distrib_optimizer import DistributedOptimizer, get_megatron_optimizer
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
@@ -13,19 +15,15 @@ from .param_groups import (
     ParamWithNamePredicate,
     get_standard_config_overrides,
 )
-from .run_state import RunState
 
 __all__ = [
-    "AveragedWeights",
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
-    "OptimizerParamScheduler",
     "ParamGroupOverride",
     "ParamKey",
     "ParamPredicate",
     "ParamWithNamePredicate",
-    "RunState",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
 ]

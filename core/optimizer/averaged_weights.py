@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.errors import CheckpointError, ConfigError, OptimizerError
+from ..base.errors import ConfigError, OptimizerError
 from .optimizer import MegatronOptimizer
 
 
@@ -47,8 +46,8 @@ class AveragedWeights:
             raise ConfigError("the optimizer keeps an average already; build one AveragedWeights for an optimizer")
         self.decay, self._optimizer = decay, optimizer  # fixed
         self.num_averaged = 0
-        """Number of updates of the average. The optimizer counts each step that was not skipped, once it knows of it.
-        `load_count` sets it."""
+        """Number of updates of the average. The optimizer counts each step that was not skipped.
+        `load_state_scalars` sets it."""
         # The average of each `MainParam.main`, in its dtype and shape, on its device. `note_update` and loads write
         # them on the current stream; inside of `swapped` they hold the model's weights.
         self._averages = [p.main.detach().clone() for p in optimizer.main_params]
@@ -105,28 +104,3 @@ class AveragedWeights:
         self.check_may_step()
         params = zip(self._optimizer.main_params, self._averages, strict=True)
         return {f"average.{p.name}": p.whole(average) for p, average in params}
-
-    def load_count(self, count: int | None) -> None:
-        """Continues from the number of updates of a checkpoint.
-
-        Raises:
-            CheckpointError: it has none.
-        """
-        if count is None:
-            raise CheckpointError("the checkpoint holds no averaged weights; build AveragedWeights after loading it")
-        self.num_averaged = count
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the average of this rank's part, its own memory, and the number of updates."""
-        self.check_may_step()
-        return {"averages": self._averages, "num_averaged": self.num_averaged}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict` of the same rank and cut.
-
-        Raises:
-            CheckpointError: the state has no average.
-        """
-        self.load_count(state_dict.get("num_averaged"))
-        if self._averages:
-            torch._foreach_copy_(self._averages, state_dict["averages"])

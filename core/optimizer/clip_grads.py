@@ -4,13 +4,12 @@ Squares are summed in double, on each rank over its own shards, then over the ra
 In double, the effect of the order of summation is far below fp32's resolution, so a replicated and a sharded run clip
 by the same number. (torch's fp32 norm is off by up to 3e-3 on large tensors, by an amount that depends on the shard's
 shape.) Where the same bits are promised on any number of ranks, that is not enough: the sum is then exact
-(`exact_sums`).
+(`exact_sums`, a plug-in).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,10 @@ from ..comm.collectives import all_reduce_by_backend
 from ..comm.lane import known_on_host
 from ..distributed.groups import is_expert_parameter
 from ..process_groups_config import ProcessGroupCollection
-from .exact_sums import CHUNK_ELEMENTS, exponent_of_unit, largest_magnitude, root_of_digits, sum_fits, sum_of_squares
 from .main_params import MainParam
+
+CHUNK_ELEMENTS = 1 << 16
+"""Elements that are squared at a time on CPU: 512 KiB, which a core's cache holds."""
 
 
 class GradientStatistics:
@@ -39,11 +40,9 @@ class GradientStatistics:
         params: the parameters that the optimizer updates.
         groups: those of the model, of which it reads the ranks of a whole model, `mp`, the tensor-parallel ones, `tp`,
             and where experts are cut over other ranks theirs, `tp_ep_pp` and `expt_tp`.
-        is_exact: compute the same bits on any number of ranks. Ranks then agree on the largest magnitude first.
     """
 
-    def __init__(self, params: Sequence[MainParam], groups: ProcessGroupCollection, *, is_exact: bool = False) -> None:
-        self._is_exact = is_exact
+    def __init__(self, params: Sequence[MainParam], groups: ProcessGroupCollection) -> None:
         model_group, tp_rank = groups.mp or groups.tp, 0 if groups.tp is None else groups.tp.rank()
         expert_group, expert_tp_rank = model_group, tp_rank
         if groups.experts_are_apart:
@@ -75,45 +74,27 @@ class GradientStatistics:
         Returns:
             `[2]` in double, on the device of this process.
         """
-        if self._is_exact:
-            return self._measure_exactly(grads, count_zeros)
         device = current_device()
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        for over, parts in self._by_model_group():
-            of_model = torch.zeros_like(total)
-            for part in parts:
-                shards = part.own_grads(grads)
-                sums = _sum_on_device([grad for grad in shards if is_on_gpu(grad)], count_zeros, device)
-                if on_host := [grad for grad in shards if not is_on_gpu(grad)]:
-                    sums += _sum_on_host(on_host, count_zeros).to(device)
-                part.add(sums, of_model)
-            total += _reduce(of_model, over, "the gradient norm over the model")
+
+        def sums_of(shards: list[Tensor]) -> Tensor:
+            sums = _sum_on_device([grad for grad in shards if is_on_gpu(grad)], count_zeros, device)
+            if on_host := [grad for grad in shards if not is_on_gpu(grad)]:
+                sums += _sum_on_host(on_host, count_zeros).to(device)
+            return sums
+
+        total = self._add_up(grads, sums_of, torch.zeros(2, dtype=torch.float64, device=device))
         return torch.stack([total[0].sqrt(), total[1]])
 
-    def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> Tensor:
-        """Measures with exact sums. Waits for the device only if a model on a device has gradients on the host."""
-        device = current_device()
-        largest = torch.zeros((), dtype=torch.float64, device=device)
-        for over, parts in self._by_model_group():
-            for part in parts:
-                of_part = largest_magnitude(part.own_grads(grads), device)
-                for group in part.groups:
-                    all_reduce_by_backend(of_part, group, what="the largest gradient", op=dist.ReduceOp.MAX)
-                largest = torch.maximum(largest, of_part)
-            _reduce(largest, over, "the largest gradient", dist.ReduceOp.MAX)
-        exponent = exponent_of_unit(largest)
-        total = torch.zeros(3, dtype=torch.int64, device=device)
+    def _add_up(
+        self, grads: Sequence[Tensor | None], sums_of: Callable[[list[Tensor]], Tensor], total: Tensor
+    ) -> Tensor:
+        """Adds the sums of each part's gradients over ranks to `total`, in place. Returns `total`."""
         for over, parts in self._by_model_group():
             of_model = torch.zeros_like(total)
             for part in parts:
-                shards = part.own_grads(grads)
-                zeros = total.new_zeros(1)
-                if shards and count_zeros:
-                    zeros += _count_zeros(shards).to(device)
-                part.add(torch.cat([sum_of_squares(shards, exponent), zeros]), of_model)
-            total += _reduce(of_model, over, "the gradient norm over the model")
-        norm = torch.where(sum_fits(largest), root_of_digits(total[:2], exponent), math.inf)
-        return torch.stack([norm, total[2].double()])
+                part.add(sums_of(part.own_grads(grads)), of_model)
+            total += reduce_over_model(of_model, over, "the gradient norm over the model")
+        return total
 
     def _by_model_group(self) -> list[tuple[dist.ProcessGroup | None, list[_Part]]]:
         groups = dict.fromkeys(part.over for part in self._parts)
@@ -145,7 +126,7 @@ class _Part:
             total += sums
 
 
-def _reduce(
+def reduce_over_model(
     total: Tensor, group: dist.ProcessGroup | None, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduces in place over the ranks with other parts of the model. Returns `total`."""
@@ -214,11 +195,11 @@ def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device)
     if grads:  # the multi-tensor norm accumulates in the dtype of its result
         sums[0] = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
     if grads and count_zeros:
-        sums[1] = _count_zeros(grads)
+        sums[1] = number_of_zeros(grads)
     return sums
 
 
-def _count_zeros(grads: Sequence[Tensor]) -> Tensor:
+def number_of_zeros(grads: Sequence[Tensor]) -> Tensor:
     """Returns how many elements are zero, 0-dim, without waiting for the device."""
     counts = [torch.count_nonzero(run) for run in merge_contiguous(grads)]
     return sum(grad.numel() for grad in grads) - torch.stack(counts).sum()

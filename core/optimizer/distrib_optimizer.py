@@ -8,7 +8,7 @@ for that run. (Rajbhandari et al., 2020.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
 from ..base.module_protocol import unwrap_model
@@ -34,12 +33,10 @@ from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 from .clip_grads import GradientStatistics
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
-from .matrices import check_choice, choose_optimizers
-from .muon import Muon
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
-from .param_groups import ConfigOverrides, ParamCondition, build_param_groups, collect_main_params
-from .update_rules import build_update_rule
+from .param_groups import ConfigOverrides, ParamCondition, build_param_groups
+from .update_rules import RuleBuilder
 
 
 @dataclass(eq=False)
@@ -109,25 +106,54 @@ class DistributedOptimizer(MegatronOptimizer):
             wrapper.engine.parameters.publish()
 
 
-def collect_main_ranges(
-    model_chunks: Sequence[nn.Module], wrappers: Sequence[_BaseDataParallel], *, has_master: bool = True
-) -> list[MainParam]:
-    """Returns this rank's run of every trainable parameter, under the names of `collect_main_params`.
+def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool = True) -> list[MainParam]:
+    """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
+
+    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. A wrapper
+    that shards buffers gives this rank's run of each parameter.
 
     Raises:
-        OptimizerError: a parameter that is in none of the wrappers' plans, or no longer in their buffers.
+        OptimizerError: a parameter that is in no buffers of its wrapper, or whose wrapper is none of the chunks.
     """
-    ranges = dict(item for wrapper in wrappers for item in _planned_ranges(wrapper))
+    main_params: list[MainParam] = []
+    identities: set[int] = set()
+    names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
+    for index, chunk in enumerate(model_chunks):
+        model = unwrap_model(chunk)
+        prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
+        for name, param in model.named_parameters():
+            if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
+                continue
+            identities.add(id(param))
+            owner, _, attribute = name.rpartition(".")
+            place = prefix + name, param, model.get_submodule(owner), attribute
+            run = _planned_run(chunk, name, param)
+            main_params.append(
+                MainParam(*place, has_master=has_master)
+                if run is None
+                else MainRange(*place, *run, has_master=has_master)
+            )
+    return main_params
 
-    def make(name: str, param: nn.Parameter, owner: nn.Module, attribute: str) -> MainRange:
-        if param not in ranges:
+
+def _planned_run(chunk: nn.Module, name: str, param: nn.Parameter) -> tuple[FlatEngine, int, int] | None:
+    """Returns the engine and the bounds of a `MainRange`, or None where the rank updates all that it holds."""
+    wrapper = owner_of(param)
+    if isinstance(chunk, _BaseDataParallel) and chunk.plan.shards_buffers and isinstance(chunk.engine, FlatEngine):
+        if wrapper is not chunk or name not in chunk.plan.trained_params or not param.is_contiguous():
             raise OptimizerError(
                 f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
                 "wrapping; wrap the model when it is complete"
             )
-        return MainRange(name, param, owner, attribute, *ranges[param], has_master=has_master)
-
-    return collect_main_params(model_chunks, make)
+        index = chunk.plan.over_ranks_of(kind_of(param)).shard_index
+        start, end = chunk.plan.trained_params[name].bounds[index : index + 2]
+        return chunk.engine, start, end
+    if wrapper is not None and wrapper.plan.shards_buffers:
+        raise OptimizerError(
+            f"parameter {name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer was "
+            "not given that wrapper; give it what wrap_model returned"
+        )
+    return None
 
 
 @checks_arguments
@@ -140,7 +166,6 @@ def get_megatron_optimizer(
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
 
@@ -154,13 +179,11 @@ def get_megatron_optimizer(
             and exclude `no_weight_decay_cond` and `scale_lr_cond`.
         use_gloo_process_groups, dump_param_to_param_group_map: Megatron-LM's arguments; the first is not read, because
             optimizers use the wrappers' groups, and the second must be None.
-        pg_collection: process groups of the model; by default those of the wrapper, or without one of
-            `core.parallel_state`.
-        no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
-            and parameters of at most one dimension.
+        pg_collection: groups of the model; by default the wrapper's, or without one those of `core.parallel_state`.
+        no_weight_decay_cond: whether a parameter, by name and full shape, has no weight decay; by default biases and
+            vectors.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
         lr_mult: factor of the learning rates that `scale_lr_cond` selects.
-        tp_group: ranks that share parameters marked ``tensor_model_parallel``, in place of `pg_collection`.
 
     Raises:
         ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
@@ -168,59 +191,54 @@ def get_megatron_optimizer(
     """
     model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
-    model_groups = _groups_of_model(wrappers, pg_collection, tp_group)
+    model_groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
+    model_groups = model_groups if pg_collection is None else pg_collection.filled_from(model_groups)
     for wrapper in wrappers:
         wrapper.engine.parameters.settle()
-    is_muon, settings = config.optimizer == "muon", (no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
+    builder = _rule_builder(config, config_overrides)
+
+    def make_groups(params: Sequence[MainParam]) -> list[dict[str, Any]]:
+        return build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
 
     def choose() -> tuple[list[_BaseDataParallel], list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
         sharding = _wrappers_that_shard_state(config, model_chunks)
-        if sharding:
-            params = collect_main_ranges(model_chunks, sharding)
-        else:
-            params = collect_main_params(model_chunks)
-            _check_whole(params)
+        params = collect_main_params(model_chunks)
         _check_precision(config, model_chunks, params)
-        if not is_muon:
-            return sharding, params, dict.fromkeys(params, ""), build_param_groups(params, config, *settings)
-        reasons, groups = choose_optimizers(params, config, config_overrides), list[dict[str, Any]]()
-        for name, is_other in (("muon", False), (config.muon_scalar_optimizer, True)):
-            own = [p for p in params if bool(reasons[p]) == is_other]
-            groups += [group | {"optimizer": name} for group in build_param_groups(own, config, *settings)]
-        return sharding, params, reasons, groups
+        reasons = builder.choose(params)
+        return sharding, params, reasons, builder.groups(reasons, make_groups)
 
     stages = pipeline_ranks(model_groups, ConfigError)
     sharding, params, reasons, groups = stages.on_all(choose)  # for what one stage alone raised, the others would wait
     of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
-    check_choice({name: reason for of_stage in of_stages for name, reason in of_stage.items()}, config)
-    device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
-    rule = Muon(groups, config, reasons, model_groups) if is_muon else build_update_rule(config, groups, device_type)
+    builder.check({name: reason for of_stage in of_stages for name, reason in of_stage.items()})
+    rule = builder.build(groups, reasons, model_groups)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.settings.reproducible_across_ranks for wrapper in wrappers)
-    statistics = GradientStatistics(params, model_groups, is_exact=is_exact)
+    statistics = gradient_statistics(params, model_groups, is_exact=is_exact)
     return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers, groups=model_groups)
 
 
-def _groups_of_model(
-    wrappers: Sequence[_BaseDataParallel], given: ProcessGroupCollection | None, tp_group: dist.ProcessGroup | None
-) -> ProcessGroupCollection:
-    """Returns the groups given, else the wrappers', or without a wrapper those of `core.parallel_state`."""
-    groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
-    if given is not None:
-        groups = given.filled_from(groups)
-    return groups if tp_group is None else ProcessGroupCollection(tp=tp_group, mp=tp_group).filled_from(groups)
+def gradient_statistics(
+    params: Sequence[MainParam], groups: ProcessGroupCollection, *, is_exact: bool
+) -> GradientStatistics:
+    """Makes the statistics of a model's gradient.
+
+    Args:
+        is_exact: the same bits on any number of ranks.
+    """
+    if is_exact:
+        from .exact_sums import ExactStatistics  # a plug-in of `reproducible_across_ranks`
+
+        return ExactStatistics(params, groups)
+    return GradientStatistics(params, groups)
 
 
-def _planned_ranges(wrapper: _BaseDataParallel) -> Iterator[tuple[nn.Parameter, tuple[FlatEngine, int, int]]]:
-    """Yields the planned parameters that are still in the model, with the arguments of their `MainRange`."""
-    engine, plans = wrapper.engine, wrapper.plan.trained_params
-    if not isinstance(engine, FlatEngine):
-        return
-    for name, param in unwrap_model(wrapper).named_parameters():
-        if name in plans and owner_of(param) is wrapper and param.is_contiguous():
-            index = wrapper.plan.over_ranks_of(kind_of(param)).shard_index
-            start, end = plans[name].bounds[index : index + 2]
-            yield param, (engine, start, end)
+def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) -> RuleBuilder:
+    if config.optimizer == "muon":
+        from .muon import MuonBuilder  # a plug-in: runs with other optimizers do not load it
+
+        return MuonBuilder(config, overrides)
+    return RuleBuilder(config, overrides)
 
 
 def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_BaseDataParallel]:
@@ -241,16 +259,6 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
             f"{names} in the config of the model's wrapper, which decides; leave the first at None"
         )
     return sharding
-
-
-def _check_whole(params: list[MainParam]) -> None:
-    for p in params:
-        wrapper = owner_of(p.param)
-        if wrapper is not None and wrapper.plan.shards_buffers:
-            raise OptimizerError(
-                f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
-                "was not given that wrapper; give it what wrap_model returned"
-            )
 
 
 def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: list[MainParam]) -> None:

@@ -16,16 +16,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
-from ..base.device import is_on_gpu
-from ..comm.collectives import all_gather
+from ..base.device import current_device, is_on_gpu
+from ..comm.collectives import all_gather, all_reduce_by_backend
+from .clip_grads import CHUNK_ELEMENTS, GradientStatistics, number_of_zeros, reduce_over_model
 
 _BITS = 46
 """Bits of a square in units. 2^16 squares sum to 62 bits."""
-
-CHUNK_ELEMENTS = 1 << 16
-"""Elements that are squared at a time on CPU: 512 KiB, which a core's cache holds."""
 
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _LOW_BITS = 32
@@ -35,6 +33,31 @@ _LEAST_EXPONENT = -1020
 
 _LARGEST_EXPONENT = 1023 - 53 + _BITS
 """Largest result of `_exponent_of_square` for which double holds the anchor of the unit, and squares added to it."""
+
+
+class ExactStatistics(GradientStatistics):
+    """Computes the same bits on any number of ranks. Ranks agree on the largest magnitude first."""
+
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> Tensor:
+        """Does what its base does. Waits for the device only if a model on a device has gradients on the host."""
+        device = current_device()
+        largest = torch.zeros((), dtype=torch.float64, device=device)
+        for over, parts in self._by_model_group():
+            for part in parts:
+                of_part = largest_magnitude(part.own_grads(grads), device)
+                for group in part.groups:
+                    all_reduce_by_backend(of_part, group, what="the largest gradient", op=ReduceOp.MAX)
+                largest = torch.maximum(largest, of_part)
+            reduce_over_model(largest, over, "the largest gradient", ReduceOp.MAX)
+        exponent = exponent_of_unit(largest)
+
+        def sums_of(shards: list[Tensor]) -> Tensor:
+            zeros = number_of_zeros(shards).to(device) if shards and count_zeros else largest.new_zeros(())
+            return torch.cat([sum_of_squares(shards, exponent), zeros.long().view(1)])
+
+        total = self._add_up(grads, sums_of, torch.zeros(3, dtype=torch.int64, device=device))
+        norm = torch.where(sum_fits(largest), root_of_digits(total[:2], exponent), math.inf)
+        return torch.stack([norm, total[2].double()])
 
 
 def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,9 @@ from ..base.dtypes import LOW_PRECISION
 from ..base.errors import OptimizerError
 from ..base.parameters import local_part
 from ..comm.lane import HostRead
-from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view, noting_copy
 from ..distributed.engine.gradients import read_gradient
+from ..distributed.step_marks import reject_replaced
 
 
 @dataclass(eq=False)
@@ -156,7 +157,7 @@ def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
 
 
 def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
-    """Returns the step's gradients in the dtypes of the main tensors, copying those of other dtypes in one call.
+    """Returns the step's gradients in the dtypes of the main tensors, casting all others in one call.
 
     Raises:
         OptimizerError: see `MainParam.take_gradient`.
@@ -199,7 +200,7 @@ class WrittenParams:
     """
 
     def __init__(self, params: Sequence[MainParam]) -> None:
-        self._params = [p for p in params if p.is_low_precision and p.main.numel()]  # fixed
+        self._params: Final = [p for p in params if p.is_low_precision and p.main.numel()]
         # Sums of each parameter when masters and parameters last agreed, on its device. `note_agreement` sets them
         # without waiting for the device, `find_written` compares them.
         self._sums: list[Tensor] = []

@@ -6,24 +6,23 @@ The device decides the outcome of a step, and the host learns it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..base.errors import OptimizerError
 from ..base.module_protocol import unwrap_model
-from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.engine.engine import owner_of
-from ..distributed.gradient_state import Phase
+from ..distributed.step import Phase
+from ..distributed.step_marks import note_own_optimizer
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
-from .grad_scaler import DynamicGradScaler, GradScaler
+from .grad_scaler import DynamicGradScaler, GradScaler, PendingOutcome, StepOutcome
 from .main_params import MainParam, refresh_parameters, take_gradients
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .step_outcome import PendingOutcome, StepOutcome
 from .update_rules import skips_on_device, take_back_step
 
 
@@ -65,11 +64,11 @@ class MegatronOptimizer(OptimizerState):
         self._wrappers = wrappers
         for wrapper in wrappers:
             wrapper.updated_parameters.update(p.param for p in params)
-        # Parameters whose storage is checked here, because their engine's `check_step` does not; fixed.
-        checking = [wrapper for wrapper in wrappers if wrapper.engine.checks_placement]
-        self._checked_here = [p for p in params if owner_of(p.param) not in checking]
-        # Whether the norm stays in double, instead of being rounded to fp32; fixed.
-        self._is_double = bool(params) and all(p.main.dtype == torch.float64 for p in params)
+        # Parameters whose storage is checked here, because their wrappers' guards do not.
+        checking = [wrapper for wrapper in wrappers if wrapper.engine.places]
+        self._checked_here: Final = [p for p in params if owner_of(p.param) not in checking]
+        # Whether the norm stays in double, instead of being rounded to fp32.
+        self._is_double: Final = bool(params) and all(p.main.dtype == torch.float64 for p in params)
         # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
         # it, and so does `_update` if the rule raised.
         self._pending: PendingOutcome | None = None
@@ -78,9 +77,6 @@ class MegatronOptimizer(OptimizerState):
         # Whether a step was started and `finish_step` was not called since. `start_step` sets it, `finish_step` clears
         # it.
         self._has_unfinished_step = False
-        # The phase of each wrapper's gradients before the last update. `start_step` sets it; `_conclude` restores the
-        # phases if the device skipped the update. Never cleared.
-        self._phases: list[Phase] = []
 
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:  # type: ignore[override]
         """Makes one update, or skips it on all ranks, and waits until the device has decided.
@@ -128,16 +124,9 @@ class MegatronOptimizer(OptimizerState):
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
         self._conclude()
-        self.check_whole()
-        if self.average is not None:
-            self.average.check_may_step()
 
         # Gather and check.
-        for wrapper in self._wrappers:
-            wrapper.engine.check_step(type(self).__name__)
-            _check_updated(wrapper)
-        for p in self._checked_here:
-            p.check_storage()
+        self._check_may_step()
         if self._has_unfinished_step and not self._written_params.were_counted():
             written_flags = self._written_params.find_written()  # to wait for it would leave the device without work
         else:
@@ -162,13 +151,9 @@ class MegatronOptimizer(OptimizerState):
         # Clip.
         if self.config.clip_grad > 0.0 or scale != 1.0:
             factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
-            factor = torch.where(is_finite, factor, torch.ones_like(factor))
-            multiply_gradients([grad for grad in grads if grad is not None], factor)
-            for wrapper in self._wrappers:
-                wrapper.engine.gradients.gather(again=True)
+            self._multiply_gradients(grads, torch.where(is_finite, factor, torch.ones_like(factor)))
 
         # Update.
-        self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
         self._update(grads, is_finite)
         if self.average is not None:
             self.average.note_update(is_finite)
@@ -178,7 +163,22 @@ class MegatronOptimizer(OptimizerState):
         for wrapper in self._wrappers:
             wrapper.engine.updated()
             if self.grad_scaler is not None:
-                wrapper.gradient_state.note_unscaled()
+                wrapper.step.enter(Phase.UNSCALED)
+
+    def _check_may_step(self) -> None:
+        self.check_whole()
+        if self.average is not None:
+            self.average.check_may_step()
+        for wrapper in self._wrappers:
+            wrapper.check_step(type(self).__name__)
+            _check_updated(wrapper)
+        for p in self._checked_here:
+            p.check_storage()
+
+    def _multiply_gradients(self, grads: Sequence[Tensor | None], factor: Tensor) -> None:
+        multiply_gradients([grad for grad in grads if grad is not None], factor)
+        for wrapper in self._wrappers:
+            wrapper.engine.gradients.gather(again=True)
 
     def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
         """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""
@@ -218,8 +218,8 @@ class MegatronOptimizer(OptimizerState):
             self.grad_scaler.update(not outcome.has_update)
         if not outcome.has_update:
             take_back_step(self.optimizer, pending.params)
-            for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
-                wrapper.gradient_state.note_skipped(phase)
+            for wrapper in self._wrappers:
+                wrapper.step.undo_unscaled()
         elif self.average is not None:
             self.average.num_averaged += 1
         on_outcome, self._on_outcome = self._on_outcome, None

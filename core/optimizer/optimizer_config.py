@@ -1,10 +1,8 @@
-"""Settings of the optimizer: the update rule, its constants, clipping, loss scaling, and Muon's recipes."""
+"""Settings of the optimizer: the update rule, its constants, clipping, and loss scaling."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..base.errors import ConfigError, check_choices, check_range
@@ -165,7 +163,7 @@ class OptimizerConfig:
             )
 
     def _check_muon(self) -> None:
-        check_choices(self, True, muon_preset=tuple(PRESETS), muon_coefficient_type=get_args(CoefficientType))
+        check_choices(self, True, muon_preset=get_args(Preset), muon_coefficient_type=get_args(CoefficientType))
         check_choices(self, True, muon_scale_mode=get_args(ScaleMode), muon_fp32_matmul_prec=get_args(Precision))
         check_choices(self, muon_scalar_optimizer=("adam", "lion"), muon_momentum_holder=("shards", "owners"))
         check_range(self, "muon_num_ns_steps", least=1, takes="a positive integer")
@@ -177,71 +175,6 @@ class OptimizerConfig:
             )
         if self.muon_split_qkv_per_head and not self.muon_split_qkv:
             raise ConfigError("muon_split_qkv_per_head splits fused projections, and muon_split_qkv is off; drop one")
-        recipe_of(self)
+        from .muon_recipe import recipe_of  # loaded with Muon alone
 
-
-@dataclass(frozen=True, kw_only=True)
-class MuonRecipe:
-    """How Muon computes an update from gradients: all that decides its numbers, but learning rate and weight decay."""
-
-    momentum: float = 0.95
-    """The momentum is a mean, ``m = momentum * m + (1 - momentum) * g``."""
-    nesterov: bool = True
-    coefficient_type: CoefficientType = "simple"
-    num_ns_steps: int = 5
-    rounds_first: bool = True
-    """An update that is multiplied in bf16 is rounded before it is divided by its norm. Else after."""
-    eps: float = 1e-7
-    adds_eps: bool = False
-    """`eps` is added to the norm. Else it is the least norm."""
-    scale_mode: ScaleMode = "spectral"
-    extra_scale_factor: float = 1.0
-    split_gate_up: bool = True
-    """Fused rows of gate and up are two matrices."""
-    fp32_matmul_prec: Precision = "medium"
-
-    def scale(self, shape: Sequence[int]) -> float:
-        """Returns the factor of an orthogonal update `[rows, columns]`."""
-        rows, columns = shape
-        if self.scale_mode == "spectral":
-            return self.extra_scale_factor * math.sqrt(max(rows, columns))
-        ratio = rows / columns
-        return self.extra_scale_factor * math.sqrt(max(1, ratio) if self.scale_mode == "shape_scaling" else ratio)
-
-
-_DEFAULT: Preset = "moonlight"
-
-PRESETS: dict[Preset, MuonRecipe] = {
-    "moonlight": MuonRecipe(eps=1e-7 * (1 - 0.95), adds_eps=True, extra_scale_factor=0.2),
-    "keller-jordan": MuonRecipe(adds_eps=True, scale_mode="shape_scaling"),
-    "megatron": MuonRecipe(
-        nesterov=False, coefficient_type="quintic", rounds_first=False, eps=1e-15, split_gate_up=False
-    ),
-    "torch": MuonRecipe(scale_mode="shape_scaling"),
-}
-"""Published recipes. Liu et al., 2025 (Moonlight), Jordan's repository, Megatron-LM's configuration, torch.optim.
-
-Moonlight's momentum is a sum, which is the mean times 1 / (1 - momentum). Division by the norm removes that factor, if
-eps has it too.
-"""
-
-_OF_FORMULA = (*("nesterov", "scale_mode", "extra_scale_factor", "num_ns_steps", "coefficient_type", "split_gate_up"),)
-_FREE = ("momentum", "fp32_matmul_prec")
-
-
-def recipe_of(config: OptimizerConfig) -> MuonRecipe:
-    """Returns the recipe of an `OptimizerConfig`: that of its preset, with the settings that are not None.
-
-    Raises:
-        ConfigError: a preset that is named, with a setting that changes its formula.
-    """
-    recipe = PRESETS[config.muon_preset or _DEFAULT]
-    values = {name: getattr(config, f"muon_{name}") for name in (*_OF_FORMULA, *_FREE)}
-    values = {name: value for name, value in values.items() if value is not None}
-    for name in _OF_FORMULA:
-        if config.muon_preset is not None and values.get(name, getattr(recipe, name)) != getattr(recipe, name):
-            raise ConfigError(
-                f"muon_{name} is {values[name]}, and muon_preset {config.muon_preset} has {getattr(recipe, name)}; "
-                f"drop one (without muon_preset, settings replace those of {_DEFAULT})"
-            )
-    return replace(recipe, **values)
+        recipe_of(self)  # raises if the preset and a setting contradict each other

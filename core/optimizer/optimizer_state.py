@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..base.errors import CheckpointError, OptimizerError
 from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
-from ..dist_checkpointing.global_view import held_boxes
+from ..dist_checkpointing.global_view import held_boxes, local_tensor
 from ..dist_checkpointing.loading import when_loaded
 from ..process_groups_config import ProcessGroupCollection
 from .grad_scaler import GradScaler
@@ -43,16 +43,13 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any], groups: l
 
 
 class Average(Protocol):
-    """An average of the weights, as the optimizer knows it: `core.optimizer.AveragedWeights`."""
+    """An average of the weights, as the optimizer knows it: `core.optimizer.averaged_weights.AveragedWeights`."""
 
     num_averaged: int
 
     def note_update(self, is_made: Tensor) -> None: ...
     def check_may_step(self) -> None: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
-    def load_count(self, count: int | None) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class OptimizerState(torch.optim.Optimizer, ABC):
@@ -164,7 +161,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """
         self.finish_step()
         self._written_params.refresh_masters()
-        self._share_state()
+        if isinstance(self.optimizer, SkippableRule):
+            self.optimizer.share_state()
         tensors: dict[str, Tensor] = {}
         for p in self._params:
             kinds = state_names(self.optimizer, self.config, p.main)
@@ -189,7 +187,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             raise OptimizerError(
                 "tensors of the optimizer's state were loaded from a checkpoint, and its step counts, learning rates, "
                 "decay and loss scale were not; call load_state_scalars() with what state_scalars() returned when it "
-                "was saved, or save and load by core.optimizer.RunState, which does both"
+                "was saved, or save and load by core.optimizer.run_state.RunState, which does both"
             )
 
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
@@ -218,8 +216,11 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """Returns the settings that `load_state_scalars` would give to each group. Changes nothing.
 
         Raises:
-            CheckpointError: step counts for parameters that this model does not have, or groups with other parameters.
+            CheckpointError: step counts for parameters that this model does not have, groups with other parameters, or
+                no average where the optimizer keeps one.
         """
+        if self.average is not None and "num_averaged" not in scalars:
+            raise CheckpointError("the checkpoint holds no averaged weights; build AveragedWeights after loading it")
         foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
         if foreign_names and pipeline_ranks(self._model_groups).size == 1:  # other stages have other parameters
             raise CheckpointError(
@@ -247,24 +248,17 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         if self.average is not None:
-            self.average.load_count(scalars.get("num_averaged"))
+            self.average.num_averaged = scalars["num_averaged"]
         self._is_half_loaded = False
         self._publish_parameters()
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state in torch's layout, with masters and loss scale. Only the same rank and cut can
-        load it. All ranks call it."""
-        self.finish_step()
-        self._written_params.refresh_masters()
-        self._share_state()
-        return {
-            "cut": self._cut(),
-            "optimizer": self.optimizer.state_dict(),
-            "masters": {p.name: p.main for p in self._params if p.is_low_precision},
-            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
-            "average": self.average.state_dict() if self.average is not None else {},
-        }
+        """Returns this rank's part of each of `state_tensors`, which shares the optimizer's memory, and the scalars.
+
+        Only the same rank and cut can load it. All ranks call it.
+        """
+        tensors = {name: local_tensor(tensor) for name, tensor in self.state_tensors().items()}
+        return {"cut": self._cut(), "tensors": tensors, "scalars": self.state_scalars()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,21 +272,11 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """
         self.finish_step()
         self._check_cut(state_dict.get("cut", {}))
-        self._share_state()
-        masters = {p.name: p.main for p in self._params if p.is_low_precision}
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        for name, main in masters.items():
-            main.copy_(state_dict["masters"][name])
-        if self.grad_scaler is not None:
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        if self.average is not None:
-            self.average.load_state_dict(state_dict.get("average", {}))
-        self._is_half_loaded = False
-        self._publish_parameters()
-
-    def _share_state(self) -> None:
-        if isinstance(self.optimizer, SkippableRule):
-            self.optimizer.share_state()
+        scalars = state_dict["scalars"]
+        self.check_state_scalars(scalars)
+        for name, tensor in self.state_tensors().items():
+            local_tensor(tensor).copy_(state_dict["tensors"][name])
+        self.load_state_scalars(scalars)
 
     def _cut(self) -> dict[str, Any]:
         """Returns by parameter name the kind of the updated tensor, and the offsets and shapes of this rank's part."""

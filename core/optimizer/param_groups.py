@@ -1,4 +1,4 @@
-"""Collects the parameters to update, under their names, and groups them by weight decay and learning rate.
+"""Groups parameters by weight decay and learning rate.
 
 Settings of single parameters come from Megatron's ``config_overrides``, whose keys select the parameters.
 """
@@ -13,9 +13,7 @@ from typing import Any, TypedDict, TypeGuard, TypeVar
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, ConfigError
-from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.format.json_values import decode, encode
-from ..distributed.groups import kind_of
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 
@@ -140,29 +138,6 @@ ParamCondition = Callable[[str, nn.Parameter], bool]
 """Takes a parameter's name in the unwrapped model and the parameter, which has its full shape even if sharded."""
 
 
-def collect_main_params(
-    model_chunks: Sequence[nn.Module], make: Callable[[str, nn.Parameter, nn.Module, str], MainParam] = MainParam
-) -> list[MainParam]:
-    """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
-
-    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. `make` is
-    called with the name, the parameter, the module that holds it, and its name there.
-    """
-    main_params: list[MainParam] = []
-    identities: set[int] = set()
-    names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
-    for index, chunk in enumerate(model_chunks):
-        model = unwrap_model(chunk)
-        prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
-        for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
-                continue
-            identities.add(id(param))
-            owner, _, attribute = name.rpartition(".")
-            main_params.append(make(prefix + name, param, model.get_submodule(owner), attribute))
-    return main_params
-
-
 def build_param_groups(
     params: Sequence[MainParam],
     config: OptimizerConfig,
@@ -193,30 +168,32 @@ def build_param_groups(
             "config_overrides and no_weight_decay_cond or scale_lr_cond are both given; put the conditions into "
             "overrides, by ParamKey(with_name_predicate=...)"
         )
-    check_overrides(config_overrides or {}, config)
-    has_no_decay = no_weight_decay_cond or _is_bias_or_vector
-    groups: dict[tuple[float | None, ...], dict[str, Any]] = {}
-    if not params:  # a frozen pipeline stage; schedules and the log find the config's rates
-        groups[()] = {"default_config": True, "wd_mult": 1.0, "lr_mult": 1.0, "lr": config.lr, "params": []}
-        groups[()] |= {"weight_decay": config.weight_decay, "max_lr": config.lr, "min_lr": config.min_lr}
+    overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+    check_overrides(overrides, config)
+    of_config = (1.0, 1.0, config.lr, config.min_lr)
+    # A frozen pipeline stage has a group without parameters, in which schedules and the log find the config's rates.
+    members: dict[tuple[Any, ...], list[Tensor]] = {} if params else {of_config: []}
     for p in params:
         scale = lr_mult if scale_lr_cond is not None and scale_lr_cond(p.name, p.param) else 1.0
-        if config_overrides is None:
-            override: ParamGroupOverride = {"wd_mult": 0.0} if has_no_decay(p.name, p.param) else {}
+        if no_weight_decay_cond is None:
+            override = override_of(overrides, p.name, p.param)
         else:
-            override = override_of(config_overrides, p.name, p.param)
-        wd, max_lr = override.get("wd_mult", 1.0), override.get("max_lr", config.lr)
-        min_lr = override.get("min_lr", config.min_lr)
-        own, of_config = (wd, scale, max_lr, min_lr), (1.0, 1.0, config.lr, config.min_lr)
-        rates = {"lr": max_lr * scale, "weight_decay": config.weight_decay * wd, "max_lr": max_lr, "min_lr": min_lr}
-        if own not in groups:
-            groups[own] = {"params": [], "default_config": own == of_config, "wd_mult": wd, "lr_mult": scale, **rates}
-        groups[own]["params"].append(p.main)
-    return list(groups.values())
-
-
-def _is_bias_or_vector(name: str, param: nn.Parameter) -> bool:
-    return name.rpartition(".")[2] == "bias" or param.ndim <= 1
+            override = {"wd_mult": 0.0} if no_weight_decay_cond(p.name, p.param) else {}
+        rates = override.get("max_lr", config.lr), override.get("min_lr", config.min_lr)
+        members.setdefault((override.get("wd_mult", 1.0), scale, *rates), []).append(p.main)
+    return [
+        {
+            "params": tensors,
+            "default_config": (wd, scale, max_lr, min_lr) == of_config,
+            "wd_mult": wd,
+            "lr_mult": scale,
+            "lr": max_lr * scale,
+            "weight_decay": config.weight_decay * wd,
+            "max_lr": max_lr,
+            "min_lr": min_lr,
+        }
+        for (wd, scale, max_lr, min_lr), tensors in members.items()
+    ]
 
 
 _OF_CONFIG = ("params", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config")

@@ -73,7 +73,7 @@ class RunState:
         return {"optimizer": self.optimizer.state_scalars(), "scheduler": scheduler}
 
     def _kind(self) -> str:
-        """Returns the names of the scheduler's class, and of those that it is made of, as `SequentialLR` is."""
+        """Returns the names of the scheduler's class, and of the schedulers inside, as `SequentialLR` has them."""
         inner = getattr(self.scheduler, "_schedulers", ())
         return " ".join(type(scheduler).__name__ for scheduler in (self.scheduler, *inner))
 

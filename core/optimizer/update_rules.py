@@ -8,15 +8,19 @@ tensors are copied into one padded tensor, so that vector code computes every el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.errors import apex_module
+from ..base.device import current_device
+from ..base.errors import ConfigError, apex_module
+from ..process_groups_config import ProcessGroupCollection
+from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
+from .param_groups import ConfigOverrides
 
 Columns = list[list[Tensor]]
 """Parameters, their gradients, and one list for each kind of state."""
@@ -39,6 +43,9 @@ class SkippableRule(torch.optim.Optimizer):
 
     state_names: tuple[str, ...] = ()
     """Names of the state tensors of each parameter."""
+
+    table: str = ""
+    """What updates each parameter, as text for a log. Empty if all have one rule."""
 
     def state_names_of(self, param: Tensor) -> tuple[str, ...]:
         """Returns the names of the state tensors of one parameter."""
@@ -118,25 +125,58 @@ def _common_options(group: dict[str, Any], found_inf: Tensor | None, param: Tens
     return {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": False, "found_inf": skips}
 
 
+MakeGroups = Callable[[Sequence[MainParam]], list[dict[str, Any]]]
+"""Makes groups of some parameters, by weight decay and learning rate (`param_groups.build_param_groups`)."""
+
+
+class RuleBuilder:
+    """Builds the update rule that a config names: AdamW or SGD for all parameters. A plug-in's class derives from it.
+
+    `get_megatron_optimizer` calls the methods on every rank, in the order below.
+
+    Args:
+        overrides: the caller's settings of single parameters.
+    """
+
+    def __init__(self, config: OptimizerConfig, overrides: ConfigOverrides | None = None) -> None:
+        self.config, self.overrides = config, overrides or {}
+
+    def choose(self, params: Sequence[MainParam]) -> dict[MainParam, str]:
+        """Returns why each parameter of this pipeline stage is updated otherwise than `config` says, else ``""``."""
+        return dict.fromkeys(params, "")
+
+    def groups(self, reasons: Mapping[MainParam, str], make: MakeGroups) -> list[dict[str, Any]]:
+        """Makes the groups of this stage's parameters."""
+        return make(list(reasons))
+
+    def check(self, of_model: Mapping[str, str]) -> None:
+        """Checks what `choose` has returned on all stages, by the names of parameters.
+
+        Raises:
+            ConfigError: there is none to update.
+        """
+        if not of_model:
+            raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
+
+    def build(
+        self, groups: list[dict[str, Any]], reasons: Mapping[MainParam, str], model_groups: ProcessGroupCollection
+    ) -> torch.optim.Optimizer:
+        """Builds the rule over `groups` of main tensors."""
+        device = next((p.main.device for p in reasons), current_device())  # a stage may be frozen
+        return build_update_rule(self.config, groups, device.type)
+
+
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """Builds the update rule that `config` names, over `groups` of main tensors.
-
-    On CUDA it uses apex's kernels if the environment asks for them.
-    """
-    lr, decay = config.lr, config.weight_decay
+    """Builds AdamW or SGD over `groups` of main tensors. On CUDA it is apex's if the environment asks for that."""
+    rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
-    rule: torch.optim.Optimizer
-    if config.optimizer == "adam":
-        make: Any = AdamW if apex is None else apex.FusedAdam  # AdamW by default, both
-        rule = make(
-            groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, weight_decay=decay
-        )
-    else:
-        make = SGD if apex is None else apex.FusedSGD
-        rule = make(groups, lr=lr, momentum=config.sgd_momentum, weight_decay=decay)
-    return rule
+    if config.optimizer == "sgd":
+        sgd: Any = SGD if apex is None else apex.FusedSGD
+        return sgd(groups, momentum=config.sgd_momentum, **rates)  # type: ignore[no-any-return]
+    adam: Any = AdamW if apex is None else apex.FusedAdam  # AdamW by default, both
+    return adam(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)  # type: ignore[no-any-return]
 
 
 def state_names(rule: torch.optim.Optimizer, config: OptimizerConfig, param: Tensor) -> tuple[str, ...]:
@@ -188,7 +228,7 @@ def _group_of(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
 
 
 def count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:
-    """Counts a step for every parameter with a gradient, and sorts those with elements by their count."""
+    """Counts a step for every parameter with a gradient, and groups non-empty parameters by their count."""
     batches: dict[int, list[Tensor]] = {}
     for p in params:
         if p.grad is None:

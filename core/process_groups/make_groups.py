@@ -1,7 +1,7 @@
 """Divides a world of ranks: the grids, the groups of every kind along their axes, and the meshes over them.
 
-Makes the groups that `parallel_state` returns. The kinds of groups and the checks of sizes are plain arithmetic; only
-`make_parallel_groups` calls torch.
+`initialize_model_parallel` makes the groups that `core.parallel_state` returns. The kinds of groups and the checks of
+sizes are plain arithmetic. Only `make_parallel_groups` calls torch.
 
 A rank is a number in mixed radix. Each kind of parallelism is a digit; the first one has stride 1, so that its groups
 are neighbouring ranks, which share a machine. A group along some axes is the set of ranks that are equal in every
@@ -23,8 +23,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..base._torch_compat import forget_sharding_decisions
 from ..base.device import device_type, set_backend_defaults
-from ..base.errors import ParallelConfigError, check_positive
+from ..base.errors import ParallelConfigError, ParallelStateError, check_positive
+from ..base.megatron_names import checks_arguments, refuse
+from . import ParallelGroups, RankGroup, groups_or_none, set_groups
 
 _KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("group_kinds.json").read_text("utf-8"))
 """Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
@@ -161,38 +164,6 @@ class ParallelSizes:
         return grid
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """This rank's group of one kind: global ranks ascending, and this rank's place among them."""
-
-    process_group: ProcessGroup
-    ranks: tuple[int, ...]
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelGroups:
-    """The groups and meshes of `initialize_model_parallel` on this rank."""
-
-    by_kind: Mapping[str, RankGroup]
-    process_groups: tuple[ProcessGroup, ...]
-    """The distinct process groups of this rank: kinds with equal ranks share one."""
-    world: ProcessGroup
-    """The default group at initialisation: the others are destroyed with it, and unknown to a later default group."""
-    mesh: DeviceMesh
-    data_parallel_mesh: DeviceMesh
-    expert_data_parallel_mesh: DeviceMesh
-    experts_are_apart: bool
-    virtual_pipeline_size: int | None = None
-    """Pipeline stages of each rank. None: one."""
-
-    def destroy(self) -> None:
-        """Destroys the process groups except the default group."""
-        if dist.is_initialized() and dist.group.WORLD is self.world:
-            for process_group in self.process_groups:
-                dist.destroy_process_group(process_group)
-
-
 def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: timedelta) -> ParallelGroups:
     """Makes every process group and mesh. All ranks of `world`, the default group, call it with equal arguments."""
     set_backend_defaults()
@@ -290,3 +261,74 @@ def parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
             )
         tokens.append(token)
     return tokens
+
+
+@checks_arguments
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    distributed_timeout_minutes: float = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    local_world_size: int | None = None,
+) -> None:
+    """Makes every model-, context-, data- and expert-parallel group. All ranks call it with equal arguments.
+
+    The leftmost token of `order` has stride 1. With 8 ranks and tensor and pipeline size 2 the tensor-parallel groups
+    are [0,1] [2,3] [4,5] [6,7], the data-parallel ones [0,2] [1,3] [4,6] [5,7], the pipelines [0,4] [1,5] [2,6] [3,7].
+
+    `num_distributed_optimizer_instances` divides the data-parallel (x context-parallel) group into as many consecutive
+    parts: optimizer state is sharded within a part and replicated across parts. All groups are new, also one that
+    spans the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; kinds with
+    equal ranks share one group. Experts' matrices are split over `expert_tensor_parallel_size` ranks, by default as
+    many as those of dense layers.
+
+    Takes Megatron-LM's other arguments too, all in its order. Refused, with the argument's name: hierarchical or
+    hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and groups over a part
+    of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to NCCL's) change no
+    number: they are ignored, with one warning that names them.
+
+    Raises:
+        ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.
+        ParallelConfigError: sizes or the order contradict each other, or do not divide the world, or are refused.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise ParallelStateError(
+            "torch.distributed is not initialised; call core.rendezvous.default_group.init_process_group() before "
+            "initialize_model_parallel()"
+        )
+    if groups_or_none() is not None:
+        raise ParallelStateError(
+            "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
+        )
+    is_whole = (local_world_size or world.size(), world.size(), "groups span the whole world")
+    refuse("initialize_model_parallel", local_world_size=is_whole)
+    if distributed_timeout_minutes <= 0:
+        raise ParallelConfigError(f"distributed_timeout_minutes is {distributed_timeout_minutes}; make it positive")
+    sizes = ParallelSizes(
+        world=world.size(),
+        tensor=tensor_model_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        virtual_pipeline=virtual_pipeline_model_parallel_size,
+        context=context_parallel_size,
+        expert=expert_model_parallel_size,
+        expert_tensor=tensor_model_parallel_size
+        if expert_tensor_parallel_size is None
+        else expert_tensor_parallel_size,
+        optimizer_instances=num_distributed_optimizer_instances,
+        order=order,
+    )
+    set_groups(make_parallel_groups(world, sizes, timedelta(minutes=distributed_timeout_minutes)))
+
+
+def destroy_model_parallel() -> None:
+    """Destroys the groups of `initialize_model_parallel`, if any. Keeps the default group."""
+    if (groups := groups_or_none()) is not None:
+        groups.destroy()
+        forget_sharding_decisions()
+    set_groups(None)

@@ -12,7 +12,8 @@ from .. import parallel_state
 from ..base.dtypes import LOW_PRECISION
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments, refuse
-from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..parallel_state import check_same_groups
+from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
 from . import document_attention, piecewise_attention

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from .. import parallel_state
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments, refuse
-from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..parallel_state import check_same_groups
+from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
 from .attention import Rotation, SelfAttention, packing
 from .mlp import MLP
@@ -79,7 +80,13 @@ class TransformerLayer(MegatronModule):
             pre_mlp_layernorm=build_norm,
             mlp=MoELayer if config.has_experts(layer_number) else MLP,
         )
-        _check_submodules(submodules)
+        refuse(
+            "TransformerLayerSubmodules",
+            **{name: (getattr(submodules, name), None, _OWN_RESIDUAL) for name in ("self_attn_bda", "mlp_bda")},
+            cross_attn_bda=(submodules.cross_attn_bda, None, _NO_CROSS_ATTENTION),
+            cross_attention=(submodules.cross_attention, IdentityOp, _NO_CROSS_ATTENTION),
+            pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp, _NO_CROSS_ATTENTION),
+        )
         check_same_groups("TransformerLayer", pg_collection, ("tp", "cp", "pp"))
         config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
@@ -122,17 +129,6 @@ class TransformerLayer(MegatronModule):
         return hidden_dropout(
             branch, self.hidden_dropout, training=self.training, sequence_parallel=self.config.sequence_parallel
         )
-
-
-def _check_submodules(submodules: TransformerLayerSubmodules) -> None:
-    refuse(
-        "TransformerLayerSubmodules",
-        self_attn_bda=(submodules.self_attn_bda, None, _OWN_RESIDUAL),
-        mlp_bda=(submodules.mlp_bda, None, _OWN_RESIDUAL),
-        cross_attention=(submodules.cross_attention, IdentityOp, _NO_CROSS_ATTENTION),
-        pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp, _NO_CROSS_ATTENTION),
-        cross_attn_bda=(submodules.cross_attn_bda, None, _NO_CROSS_ATTENTION),
-    )
 
 
 def hidden_dropout(input_: torch.Tensor, p: float, *, training: bool, sequence_parallel: bool) -> torch.Tensor:

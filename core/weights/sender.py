@@ -37,7 +37,7 @@ class WeightSender:
     Args:
         stream: its first receiver is the rank that sends.
         address: ``host:port`` where that rank listens and receivers meet it, or a store that all of them share. Where
-            other machines reach it, all need the secret of the job: see `core.base.job_secret`.
+            other machines reach it, all need the secret of the job: see `core.rendezvous.job_secret`.
         num_receivers: receivers, which all have to come.
         patches: keep what was sent, for `send_patch`: a copy of each rank's pieces in the dtype of the wire.
         limit_s: seconds that a receiver may take for an answer or a bucket, before it counts as lost.
@@ -59,7 +59,7 @@ class WeightSender:
     ) -> None:
         self.stream, self.ranks = stream, stream.ranks
         self.sends = self.ranks.rank == stream.receivers[0]
-        # Knows what the receivers have, where patches are sent; fixed.
+        # Knows what the receivers have, where patches are sent.
         self._patches = PatchStream(stream) if patches else None
         # Rounds so far, failed ones included, and the hash that names the version of all receivers: "" before the
         # first round, and after one that failed, since only some of them may have taken it.

@@ -19,7 +19,7 @@ from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from core.dist_checkpointing.format.folders import existing_folder
 from core.dist_checkpointing.format.reader import read_index
-from core.dist_checkpointing.loading import another_offered
+from core.dist_checkpointing.good_checkpoints import another_offered
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import (
     EXPERT_FIELDS,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import core.base.default_group
+import core.rendezvous.default_group
 from core import parallel_state
 from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
@@ -46,7 +46,7 @@ def serve(address: str) -> None:
 
 def train(address: str) -> None:
     """Trains, and sends what a step has changed."""
-    core.base.default_group.init_process_group()
+    core.rendezvous.default_group.init_process_group()
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1)
     gpt = build()

@@ -11,7 +11,8 @@ from core.distributed import (
     FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
 )
-from core.optimizer import MegatronOptimizer, OptimizerConfig, OptimizerParamScheduler
+from core.optimizer import MegatronOptimizer, OptimizerConfig
+from core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests.compositions.composition import Composition
 
 STRATEGIES = {"ddp": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}

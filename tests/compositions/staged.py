@@ -14,7 +14,6 @@ from core.pipeline_parallel import get_forward_backward_func
 from tests.compositions.data import ROWS, SEQUENCE, MicroBatch, micro_batch
 from tests.compositions.training import load
 from tests.compositions.wrapped import Wrapped
-from tests.functional._pipelines import whole
 
 
 class Staged(Wrapped):
@@ -80,9 +79,6 @@ class Staged(Wrapped):
     @property
     def _modules(self) -> Sequence[nn.Module]:
         return list(self.module)
-
-    def _whole(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        return whole(views)
 
     def seed(self, step: int, number: int) -> int:
         """Returns what a step's random numbers begin with, from which stages draw for each micro-batch."""

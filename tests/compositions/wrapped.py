@@ -18,7 +18,9 @@ from core.dist_checkpointing.global_view import global_view, whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.flat.unit import POISONS
 from core.distributed.model import offloaded_activations
-from core.optimizer import AveragedWeights, MegatronOptimizer, RunState, get_megatron_optimizer
+from core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
+from core.optimizer.run_state import RunState
 from core.training.train_step import train_step
 from core.weights import WeightStream
 from tests.compositions.composition import Composition
@@ -27,7 +29,9 @@ from tests.compositions.model import build, expert_parallel_size
 from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, scheduler_of, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Training
-from tests.unit._runs import Curve, _whole, in_precision
+from tests.unit._gpt import in_precision
+from tests.unit._runs import Curve
+from tests.unit._whole import assembled
 
 
 class Wrapped(Training):
@@ -184,7 +188,7 @@ class Wrapped(Training):
     def finish(self) -> Curve:
         """Does the same with whole gradients, and with a check of the stream of weights."""
         super().finish()
-        self.curve.gradients = self._whole(self._gradients)
+        self.curve.gradients = assembled(self._gradients)
         if self._stream is not None:
             self._check_stream(self._stream)
         return self.curve
@@ -194,7 +198,7 @@ class Wrapped(Training):
         for wrapper in self.wrappers:
             wrapper.engine.parameters.settle()
         held = {name: t for m in self._modules for name, t in m.state_dict(keep_vars=True).items()}
-        held = self._whole({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
+        held = assembled({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
         wrong = [name for name in held.keys() & sent.keys() if not torch.equal(held[name], sent[name].to(held[name]))]
         assert not wrong, f"a stream that was kept over steps sends other values of {sorted(wrong)}"
         known = {name for name in held if name in self.curve.masters or name in self.curve.buffers}
@@ -209,17 +213,14 @@ class Wrapped(Training):
             tensors = module.state_dict(keep_vars=True)
             for name, _ in module.named_parameters():
                 views[name] = state.get(f"master.{name}", whole_view(tensors[name]))
-        return self._whole(views)
+        return assembled(views)
 
     def _buffers(self) -> dict[str, Tensor]:
         found = {}
         for module in self._modules:
             tensors, names = module.state_dict(), {name for name, _ in module.named_buffers()}
             found |= {name: whole_view(tensor) for name, tensor in tensors.items() if name in names}
-        return self._whole(found)
-
-    def _whole(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        return _whole(views)
+        return assembled(found)
 
     @property
     def _scale(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,46 +15,40 @@ from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.content_hash import joint_hash
 from core.dist_checkpointing.loading import held_hashes
-from core.distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-    wrap_model,
-)
+from core.distributed import wrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.tensor_parallel.random import MicroBatchSeeds
 from core.training.train_step import Batch, evaluate, train_step
-from tests.unit._runs import SEQUENCE, VOCABULARY, _scheduler, build_gpt, in_precision
+from tests.functional._equality import ADAMW
+from tests.unit._gpt import SEQUENCE, VOCABULARY, Training, build_gpt, config_of, in_precision
+from tests.unit._runs import _scheduler
 from tests.unit._spawn import run_distributed
 
-_ZERO2, _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads"}, FullyShardedDataParallelConfig
+_ZERO1, _ZERO2 = ({"data_parallel_sharding_strategy": strategy} for strategy in ("optim", "optim_grads"))
 _OVERLAP = {"bucket_size": 700, "overlap_grad_reduce": True}
 _EACH = {"reduce_every_micro_batch": True}
-_HYBRID = {"num_distributed_optimizer_instances": 2}
+_HYBRID, _REPLICAS = {"num_distributed_optimizer_instances": 2}, {"num_distributed_optimizer_instances": 4}
 
-WRAPPERS: dict[str, tuple[type[DistributedDataParallelConfig], Mapping[str, Any]]] = {
-    "ddp": (DistributedDataParallelConfig, {}),
-    "ddp, overlapped": (DistributedDataParallelConfig, _OVERLAP),
-    "zero1": (DistributedDataParallelConfig, {"data_parallel_sharding_strategy": "optim", "bucket_size": 700}),
-    "zero2, overlapped": (DistributedDataParallelConfig, _ZERO2 | _OVERLAP),
-    "zero2, every micro-batch": (DistributedDataParallelConfig, _ZERO2 | _EACH),
-    "zero3": (_ZERO3, {}),
-    "zero3, offloaded": (_ZERO3, {"cpu_offload": True}),
-    "zero3, every micro-batch": (_ZERO3, _EACH),
-    "fsdp2": (TorchFullyShardedDataParallelConfig, {}),
-    "fsdp2, offloaded": (TorchFullyShardedDataParallelConfig, {"cpu_offload": True}),
-    "fsdp2, every micro-batch": (TorchFullyShardedDataParallelConfig, _EACH),
-    "hybrid zero1": (DistributedDataParallelConfig, _HYBRID | {"data_parallel_sharding_strategy": "optim"}),
-    "hybrid zero2, every micro-batch": (DistributedDataParallelConfig, _HYBRID | _ZERO2 | _EACH),
-    "hybrid zero3": (_ZERO3, _HYBRID),
-    "hybrid zero3, every micro-batch": (_ZERO3, _HYBRID | _EACH),
-    "hybrid fsdp2": (TorchFullyShardedDataParallelConfig, _HYBRID),
-    "hybrid fsdp2, four replicas": (TorchFullyShardedDataParallelConfig, {"num_distributed_optimizer_instances": 4}),
-    "hybrid zero2, four replicas": (
-        DistributedDataParallelConfig,
-        _ZERO2 | {"num_distributed_optimizer_instances": 4},
-    ),
-    "hybrid fsdp2, every micro-batch": (TorchFullyShardedDataParallelConfig, _HYBRID | _EACH),
+WRAPPERS: dict[str, Mapping[str, Any]] = {
+    "ddp": {},
+    "ddp, overlapped": _OVERLAP,
+    "zero1": _ZERO1 | {"bucket_size": 700},
+    "zero2, overlapped": _ZERO2 | _OVERLAP,
+    "zero2, every micro-batch": _ZERO2 | _EACH,
+    "zero3": {},
+    "zero3, offloaded": {"cpu_offload": True},
+    "zero3, every micro-batch": _EACH,
+    "fsdp2": {},
+    "fsdp2, offloaded": {"cpu_offload": True},
+    "fsdp2, every micro-batch": _EACH,
+    "hybrid zero1": _HYBRID | _ZERO1,
+    "hybrid zero2, every micro-batch": _HYBRID | _ZERO2 | _EACH,
+    "hybrid zero3": _HYBRID,
+    "hybrid zero3, every micro-batch": _HYBRID | _EACH,
+    "hybrid fsdp2": _HYBRID,
+    "hybrid fsdp2, four replicas": _REPLICAS,
+    "hybrid zero2, four replicas": _ZERO2 | _REPLICAS,
+    "hybrid fsdp2, every micro-batch": _HYBRID | _EACH,
 }
 
 
@@ -91,15 +85,6 @@ KINDS = {
     "sequences in two parts, 6 micro-batches": Kind(6, context_parallel=2, per_token=True),
 }
 
-OPTIMIZER = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0}
-
-
-@dataclass
-class Training:
-    """The optimizer's settings, as `tests.unit._runs` takes them."""
-
-    optimizer: Mapping[str, Any] = field(default_factory=lambda: OPTIMIZER)
-
 
 @dataclass(frozen=True)
 class Record:
@@ -134,7 +119,7 @@ def sequences(step: int, index: int) -> Batch:
 
 def train(wrapper: str, kind: Kind) -> Record:
     """Trains on this rank's micro-batches; every rank calls it."""
-    make, fields = WRAPPERS[wrapper]
+    fields = WRAPPERS[wrapper]
     instances = fields.get("num_distributed_optimizer_instances", 1)
     cp = kind.context_parallel
     parallel_state.initialize_model_parallel(context_parallel_size=cp, num_distributed_optimizer_instances=instances)
@@ -146,10 +131,12 @@ def train(wrapper: str, kind: Kind) -> Record:
         context_parallel_size=cp,
         **({kind.precision: True} if low else {}),
     )
-    config = make(**fields, grad_reduce_in_fp32=low and kind.reduces_in_fp32, reproducible_across_ranks=True)
-    model = wrap_model(in_precision(module, "fsdp2" if "fsdp2" in wrapper else "ddp"), module.config, config)
+    config = config_of(
+        wrapper, **fields, grad_reduce_in_fp32=low and kind.reduces_in_fp32, reproducible_across_ranks=True
+    )
+    model = wrap_model(in_precision(module, wrapper), module.config, config)
     optimizer = _optimizer(kind, model)
-    scheduler = _scheduler(Training(), optimizer)  # type: ignore[arg-type]
+    scheduler = _scheduler(Training(ADAMW, kind.steps), optimizer)
     count = kind.micro_batches * cp // dist.get_world_size()
     model.expect_micro_batches(count, divides_by_ranks=False)
 
@@ -173,7 +160,7 @@ def train(wrapper: str, kind: Kind) -> Record:
 
 
 def _optimizer(kind: Kind, model: Any) -> MegatronOptimizer:
-    fields = {**OPTIMIZER, "optimizer": kind.optimizer, "log_num_zeros_in_grad": True}
+    fields = {**ADAMW, "optimizer": kind.optimizer, "log_num_zeros_in_grad": True}
     if kind.precision == "bf16":
         fields |= {"bf16": True}
     if kind.precision == "fp16":  # the scale falls, grows and falls again

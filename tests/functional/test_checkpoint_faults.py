@@ -16,6 +16,7 @@ from core.dist_checkpointing import saving
 from core.dist_checkpointing.format.index import seal
 from tests.unit._program import REPOSITORY, TINY, content, forget_after, load_program, log, run_program
 from tests.unit._spawn import run_distributed
+from tests.unit.dist_checkpointing._pieces import Bomb
 
 KILLED_RUNS = REPOSITORY / "tests" / "functional" / "_killed_runs.py"
 FLAGS = (
@@ -193,14 +194,6 @@ def test_fifty_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path
     assert len(set(counts["resumed from"])) > 10
 
 
-class _Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 @pytest.mark.parametrize(
     ("file", "program", "status"),
     [
@@ -218,7 +211,7 @@ def test_no_file_of_a_run_can_run_anything(
 ) -> None:
     """A pickle that would create a file replaces each file in turn, and a program opens the run."""
     ran = tmp_path / "ran"
-    (run / file).write_bytes(pickle.dumps(_Bomb(ran)))
+    (run / file).write_bytes(pickle.dumps(Bomb(ran)))
     if file.endswith(".metadata"):
         (run / "iter_0000006" / "checkpoint.json").unlink()  # else it would not be read
     flags = [*(f for f in FLAGS if f not in ("--use-torch-fsdp2", "--train-iters", "6")), "--data-path", corpus]
@@ -228,5 +221,5 @@ def test_no_file_of_a_run_can_run_anything(
     assert not ran.exists()
     assert ended.status == status and "Traceback" not in ended.err, ended
     assert status == 0 or "error: " in ended.err.splitlines()[-1], ended.err  # a bar may come before it
-    pickle.loads(pickle.dumps(_Bomb(ran)))
+    pickle.loads(pickle.dumps(Bomb(ran)))
     assert ran.exists()  # it is a real one

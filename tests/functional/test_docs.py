@@ -12,6 +12,7 @@ import pytest
 from tests.unit._program import REPOSITORY, programs_in, run_scripts
 
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
 
 
 def _is_whole(program: str) -> bool:
@@ -30,7 +31,7 @@ def test_the_programs_run(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES + DECISIONS, ids=lambda page: page.stem)
 def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
     for program in programs_in(page):
         ast.parse(program)
@@ -45,6 +46,13 @@ def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_order_of_reading() -> None:
     linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", (REPOSITORY / "docs" / "README.md").read_text()))
     assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
+def test_the_table_of_decisions_has_each_record() -> None:
+    linked = re.findall(r"\]\(([^)]+\.md)\)", DECISIONS[-1].read_text())
+    assert DECISIONS[-1].name == "README.md" and linked == [page.name for page in DECISIONS[:-1]]
+    parts = ["**Why it came up.**", "**Decision.**", "**What it costs.**", "**What would change it.**"]
+    assert all(re.findall(r"^\*\*[^*]+\*\*", page.read_text(), re.MULTILINE) == parts for page in DECISIONS[:-1])
 
 
 def test_links_of_the_first_page_lead_somewhere() -> None:

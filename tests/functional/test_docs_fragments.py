@@ -27,7 +27,7 @@ from core.distributed import (
     wrap_model,
 )
 from tests.unit._program import REPOSITORY, programs_in, run_program
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, pad, samples, tiny, trainer_of
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -110,11 +110,6 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {
 }
 
 
-def _runs(page: str, program: str) -> None:
-    with CONTEXTS[page]() as context:
-        exec(program, context)
-
-
 def _fragments() -> list[tuple[str, str]]:
     found = [(page.stem, program) for page in PAGES for program in programs_in(page)]
     return [(page, program) for page, program in found if not _imports(program) and page not in RUN_ELSEWHERE]
@@ -125,8 +120,10 @@ def _imports(program: str) -> bool:
 
 
 @pytest.mark.parametrize(("page", "program"), _fragments(), ids=lambda value: value if value in CONTEXTS else "")
+@on_ranks(2)
 def test_a_fragment_runs_with_what_it_takes_for_granted(page: str, program: str) -> None:
-    run_distributed(_runs, 2, page, program)
+    with CONTEXTS[page]() as context:
+        exec(program, context)
 
 
 def _commands() -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,23 +16,14 @@ from core.base.parameters import local_part
 from core.dist_checkpointing.global_view import whole_view
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.transformer.sequences import own_chunks
 from examples.gpt.run_model import load_run_model
-from tests.functional._equality import assert_bitwise, assert_close
-from tests.functional.test_experts import (
-    BALANCING,
-    RECOMPUTED,
-    SAME_SUMS,
-    SGD,
-    gpt_with_experts,
-    once,
-    serial,
-    training_of,
-)
+from tests.functional._equality import assert_bitwise, assert_close, curves_of, serial
+from tests.functional.test_experts import BALANCING, RECOMPUTED, SAME_SUMS, SGD, experts
+from tests.unit._gpt import Training, ddp_config, in_precision, micro_batches
 from tests.unit._program import TINY, run_program
 from tests.unit._quick import quick
-from tests.unit._runs import Curve, ddp_config, in_precision, loss_and_report, micro_batches, train_wrapped
-from tests.unit._spawn import run_distributed
+from tests.unit._runs import Curve
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole
 
 _FIELDS = {
@@ -41,7 +35,6 @@ _FIELDS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_expert_capacity_factor": None,  # context-parallel ranks have one of their own
 }
-LENGTH = 12
 OVER_TWO = {"expert_model_parallel_size": 2}
 Layout = tuple[int, int, int, int]
 """Sizes of data, expert, tensor and context parallelism."""
@@ -49,54 +42,21 @@ LAYOUTS: list[Layout] = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (2, 2, 2, 1),
 WRAPPERS = ["zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2"]
 
 
-def _sizes(layout: Layout) -> dict[str, int]:
-    _, ep, tp, cp = layout
-    return {"expert_model_parallel_size": ep, "tensor_model_parallel_size": tp, "context_parallel_size": cp}
-
-
-def _trained(
-    layout: Layout, wrapper: str, balancing: str, per_token: bool, sizes: dict[str, Any], fields: dict[str, Any]
-) -> Curve:
-    """Trains on this rank's part of the data; returns the whole model's numbers."""
-    parallel_state.initialize_model_parallel(**_sizes(layout), **sizes)
-    degrees = {**_sizes(layout), **{n: s for n, s in sizes.items() if n == "expert_tensor_parallel_size"}}
-    module = gpt_with_experts(balancing, per_token, **{**_FIELDS, **degrees, **fields})
-    model, training = wrap_model(module, module.config, ddp_config(wrapper)), training_of(per_token)
-    replica = parallel_state.get_data_parallel_rank()
-    has_replicas = model.process_group.size() > 1
-    assert ("each expert on" in model.describe()) == (has_replicas and parallel_state.experts_are_apart())
-
-    def batches(step: int) -> list[Any]:
-        of_replica = micro_batches(step, replica, per_token, LENGTH)
-        return [(own_chunks(tokens), own_chunks(labels)) for tokens, labels in of_replica]
-
-    curve, _ = train_wrapped(
-        model,
-        training,
-        batches,
-        lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
-        model.process_group,
-    )
-    curve.masters = _whole_weights(module)
-    biases = {name: value.clone() for name, value in module.named_buffers() if name.endswith("expert_bias")}
-    curve.masters.update(biases)
-    return curve
+def _training(balancing: str, per_token: bool, groups: Mapping[str, int] | None = None, **fields: Any) -> Training:
+    training = experts(balancing, per_token, **_FIELDS | fields)
+    return replace(training, groups=groups or {}, length=12)
 
 
 def _runs(
     layout: Layout, wrapper: str, balancing: str, per_token: bool, sizes: Any = None, **fields: Any
 ) -> list[Curve]:
-    dp, _, tp, cp = layout
-    world = dp * tp * cp
-    key = (layout, wrapper, balancing, per_token, str(sizes), str(fields))
-    return once(
-        key, lambda: run_distributed(_trained, world, layout, wrapper, balancing, per_token, sizes or {}, fields)
-    )
+    dp, ep, tp, cp = layout
+    groups = {"expert_model_parallel_size": ep, "tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    return curves_of(wrapper, _training(balancing, per_token, groups | (sizes or {}), **fields), dp * tp * cp)
 
 
 def _serial(replicas: int, balancing: str, per_token: bool) -> Curve:
-    key = ("serial", replicas, balancing, per_token)
-    return once(key, lambda: serial(balancing, per_token, replicas, LENGTH, **_FIELDS))
+    return serial(_training(balancing, per_token), replicas)
 
 
 _CASES = [(layout, b, t) for layout in LAYOUTS for b in BALANCING for t in (False, True)]
@@ -170,7 +130,7 @@ def _starts(wrapper: str, sizes: dict[str, int]) -> list[dict[str, torch.Tensor]
         if not on_meta:
             torch.manual_seed(dist.get_rank())  # the first replica's values win, and each expert's own
         with torch.device("meta" if on_meta else "cpu"):
-            module = gpt_with_experts("aux", False, **_FIELDS, **sizes)
+            module = _training("aux", False, **sizes).build()[0]
         wrap_model(module, module.config, ddp_config(wrapper))
         found.append(_whole_weights(module))
         parallel_state.destroy_model_parallel()
@@ -186,9 +146,14 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
+@functools.cache
+def _starts_of_one_rank() -> list[list[dict[str, torch.Tensor]]]:
+    return run_distributed(_starts, 1, "ddp", {})
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3", "fsdp2"])
 def test_initial_values_are_the_same_over_any_ranks(wrapper):
-    ((expected, _),) = once("starts", lambda: run_distributed(_starts, 1, "ddp", {}))
+    ((expected, _),) = _starts_of_one_rank()
     for world, of_world in ((2, OVER_TWO), (4, OVER_TWO | {"tensor_model_parallel_size": 2})):
         for of_rank in run_distributed(_starts, world, wrapper, of_world):
             for found in of_rank:
@@ -199,7 +164,7 @@ def _after_a_step(kind: str, config: Any) -> dict[str, torch.Tensor]:
     """Trains a step with all of the first layer frozen, its experts too, or with a parameter of the last layer that
     only the first rank uses."""
     parallel_state.initialize_model_parallel(**OVER_TWO)
-    module = gpt_with_experts("aux", False, **_FIELDS, **OVER_TWO)
+    module = _training("aux", False, **OVER_TWO).build()[0]
     first, last = module.decoder.layers
     if kind == "frozen":
         first.requires_grad_(False)
@@ -209,7 +174,7 @@ def _after_a_step(kind: str, config: Any) -> dict[str, torch.Tensor]:
             last.register_forward_hook(lambda layer, args, output: output * layer.scale)
     model = wrap_model(module, module.config, config)
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
-    tokens, labels = micro_batches(0, parallel_state.get_data_parallel_rank(), False, LENGTH)[-1]
+    tokens, labels = micro_batches(0, parallel_state.get_data_parallel_rank(), False, 12)[-1]
     model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
     optimizer.step()
@@ -233,10 +198,11 @@ def test_a_parameter_of_some_ranks_keeps_none_waiting():
     _assert_all_equal("used on one rank", 2, [DistributedDataParallelConfig(**settings, **fields) for fields in kinds])
 
 
-def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
-    """An expert's gradient on one rank alone is not finite: every rank skips."""
+@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
+@on_ranks(2)
+def test_an_infinite_gradient_of_an_expert_skips_the_step(wrapper):
     parallel_state.initialize_model_parallel(**OVER_TWO)
-    module = gpt_with_experts("aux", False, **_FIELDS, **OVER_TWO, fp16=True)
+    module = _training("aux", False, **OVER_TWO, fp16=True).build()[0]
     model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
     options = {"fp16": True, "initial_loss_scale": 1024.0}
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD, **options), [model])
@@ -244,7 +210,7 @@ def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
     for step in range(2):
         before = whole(whole_view(next(module.parameters()))).clone()
         model.zero_grad_buffer()
-        tokens, labels = micro_batches(step, dist.get_rank(), False, LENGTH)[0]
+        tokens, labels = micro_batches(step, dist.get_rank(), False, 12)[0]
         optimizer.scale_loss(model(tokens, labels=labels).mean()).backward()
         finalize_model_grads([model])
         if step == 1 and dist.get_rank() == 1:
@@ -252,12 +218,7 @@ def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
             local_part(model.local_gradient(experts)).view(-1)[:1] = torch.inf
         updated, _, _ = optimizer.step()
         results.append((updated, torch.equal(before, whole(whole_view(next(module.parameters()))))))
-    return results
-
-
-@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
-def test_an_infinite_gradient_of_an_expert_skips_the_step(wrapper):
-    assert run_distributed(_skips_together, 2, wrapper) == [[(True, False), (False, True)]] * 2
+    assert results == [(True, False), (False, True)]
 
 
 def test_a_run_takes_experts_over_ranks_as_flags(corpus, tmp_path):

@@ -11,28 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from core import parallel_state
-from core.base.module_protocol import counting_modules
 from core.distributed import finalize_model_grads, wrap_model
-from core.distributed.finalize_model_grads import end_step
 from core.transformer.moe.experts import GroupedLinear
 from core.transformer.sequences import own_chunks
-from tests.functional._equality import Tolerance, assert_bitwise, assert_close
+from tests.functional._equality import SGD as FAST_SGD
+from tests.functional._equality import Tolerance, assert_bitwise, assert_close, curves_of, replicated, serial
+from tests.unit._gpt import Training, ddp_config, in_precision, micro_batches
 from tests.unit._program import TINY, log, run_program
-from tests.unit._runs import (
-    Curve,
-    Training,
-    _finish,
-    build_gpt,
-    ddp_config,
-    in_precision,
-    loss_and_report,
-    micro_batches,
-    train_serially,
-    train_wrapped,
-)
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
-SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+SGD = FAST_SGD | {"lr": 0.05}
 _EXPERTS = {
     "num_moe_experts": 5,
     "moe_ffn_hidden_size": 16,
@@ -66,69 +54,16 @@ ROUNDING = LONGEST_SUMS**0.5 * torch.finfo(torch.float32).eps
 SAME_SUMS = Tolerance(losses=ROUNDING, grad_norms=ROUNDING, gradients=ROUNDING, masters=ROUNDING)
 
 
-def training_of(per_token: bool) -> Training:
-    return Training(SGD, steps=STEPS, tied=False, per_token=per_token)
-
-
-def gpt_with_experts(balancing: str, per_token: bool, **fields: Any) -> torch.nn.Module:
-    settings = {**_EXPERTS, **BALANCING[balancing], "calculate_per_token_loss": per_token, **fields}
-    return build_gpt(False, **settings)
-
-
-def _with_biases(curve: Curve, module: torch.nn.Module) -> Curve:
-    """Adds the biases to the weights."""
-    biases = {name: value for name, value in module.named_buffers() if name.endswith("expert_bias")}
-    curve.masters.update({name: value.clone() for name, value in biases.items()})
-    return curve
-
-
-def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any]) -> Curve:
-    module, training = gpt_with_experts(balancing, per_token, **fields), training_of(per_token)
-    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=dist.group.WORLD)
-    curve, optimizer = train_wrapped(
-        model,
-        training,
-        lambda step: micro_batches(step, dist.get_rank(), per_token),
-        lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
-    )
-    _finish(curve, module, optimizer)
-    return _with_biases(curve, module)
-
-
-def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **fields: Any) -> Curve:
-    """Trains in one process on the micro-batches of all ranks."""
-    module, training = gpt_with_experts(balancing, per_token, **fields), training_of(per_token)
-    curve, optimizer = train_serially(
-        module,
-        training,
-        lambda step: [micro_batches(step, rank, per_token, length) for rank in range(ranks)],
-        lambda batch: loss_and_report(module(batch[0], labels=batch[1]), batch[1], training),
-        lambda: end_step(counting_modules(module), None),
-    )
-    _finish(curve, module, optimizer)
-    return _with_biases(curve, module)
-
-
-_curves: dict[Any, Any] = {}
-
-
-def once(key: Any, run: Any) -> Any:
-    """Returns what `run` has returned for this key, which several tests compare with."""
-    if key not in _curves:
-        _curves[key] = run()
-    return _curves[key]
-
-
-def _replicas(balancing: str, per_token: bool) -> Curve:
-    key = ("ddp", balancing, per_token)
-    curves = once(key, lambda: run_distributed(_wrapped, 2, "ddp", balancing, per_token, {}))
-    assert_bitwise(curves[1], curves[0])
-    return curves[0]
+def experts(balancing: str, per_token: bool, **fields: Any) -> Training:
+    """Returns a training of a GPT with experts; ``fields`` override its config."""
+    settings = {**_EXPERTS, **BALANCING[balancing], **fields}
+    return Training(SGD, steps=STEPS, tied=False, per_token=per_token, fields=settings)
 
 
 @pytest.mark.parametrize(("balancing", "per_token"), [("aux", True), ("bias", False)])
 def test_replicas_equal_one_process(balancing, per_token):
-    expected, found = serial(balancing, per_token), _replicas(balancing, per_token)
+    training = experts(balancing, per_token)
+    expected, found = serial(training, 2), replicated(training, 2)
     assert_close(found, expected, SAME_SUMS)
     if balancing == "bias":
         biases = [name for name in expected.masters if name.endswith("expert_bias")]
@@ -145,14 +80,17 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 )
 def test_every_wrapper_equals_replicas(wrapper, fields):
     """Where tokens are dropped; the sample of compositions has the other ways to balance under every wrapper."""
-    for curve in run_distributed(_wrapped, 2, wrapper, "bias", False, fields):
-        assert_bitwise(curve, _replicas("bias", False))
+    for curve in curves_of(wrapper, experts("bias", False, **fields), 2):
+        assert_bitwise(curve, replicated(experts("bias", False), 2))
 
 
-def _addresses(wrapper: str, bf16: bool) -> dict[str, list[int]]:
-    """Returns the addresses of experts' matrices in a forward and its backward, and of what the kernel multiplies."""
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1, overlapped", "zero2", "zero3", "fsdp2"])
+@on_ranks(2)
+def test_matrices_of_experts_begin_at_16_bytes(wrapper, bf16):
+    """CUDA's grouped product refuses others. The CPU's takes them."""
     # Biases of an odd number of bytes, which follow each other in a buffer without a gap, move all that is after them.
-    module = gpt_with_experts("aux", False, add_qkv_bias=True, bf16=bf16)
+    module = experts("aux", False, add_qkv_bias=True, bf16=bf16).build()[0]
     config = ddp_config(wrapper, grad_reduce_in_fp32=bf16)
     model = wrap_model(in_precision(module, wrapper), module.config, config, process_group=dist.group.WORLD)
     found: dict[str, list[int]] = {"forward": [], "backward": [], "kernel": []}
@@ -169,16 +107,8 @@ def _addresses(wrapper: str, bf16: bool) -> dict[str, list[int]]:
     with mock.patch.object(F, "grouped_mm", noted):
         model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
-    return found
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("wrapper", ["ddp", "zero1, overlapped", "zero2", "zero3", "fsdp2"])
-def test_matrices_of_experts_begin_at_16_bytes(wrapper, bf16):
-    """CUDA's grouped product refuses others. The CPU's takes them."""
-    for found in run_distributed(_addresses, 2, wrapper, bf16):
-        assert [len(addresses) for addresses in found.values()] == [4, 4, 8]
-        assert [address % 16 for addresses in found.values() for address in addresses] == [0] * 16
+    assert [len(addresses) for addresses in found.values()] == [4, 4, 8]
+    assert [address % 16 for addresses in found.values() for address in addresses] == [0] * 16
 
 
 # Two ranks of one model: one step of one micro-batch, whose masked tokens are all in one half of the sequences.
@@ -195,7 +125,7 @@ def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, tor
     """Returns the gradient of each parameter, this rank's part, and the biases after the step."""
     sizes = _KINDS.get(kind, {})
     parallel_state.initialize_model_parallel(**{n: size for n, size in sizes.items() if n != "sequence_parallel"})
-    module = gpt_with_experts(balancing, per_token, **_EVEN, **sizes)
+    module = experts(balancing, per_token, **_EVEN, **sizes).build()[0]
     model = wrap_model(module, module.config, ddp_config("ddp"))
     generator = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(0, 61, (2, 3, 12), generator=generator)
@@ -224,7 +154,7 @@ def _pairs(
     for kind in kinds:
         found, biases = _one_step(kind, balancing, per_token)
         rank, size = (get() for get in _TENSOR_PARALLEL)
-        for name, parameter in gpt_with_experts(balancing, per_token, **_EVEN, **_KINDS[kind]).named_parameters():
+        for name, parameter in experts(balancing, per_token, **_EVEN, **_KINDS[kind]).build()[0].named_parameters():
             is_cut = parameter.tensor_model_parallel
             expected = whole[name].chunk(size, parameter.partition_dim)[rank] if is_cut else whole[name]
             pairs[f"{kind}: {name}"] = found[name], expected

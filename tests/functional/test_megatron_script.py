@@ -20,7 +20,7 @@ from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer import TransformerConfig
 from core.transformer.module import Float16Module
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import full
 
 STEPS, MICRO_BATCHES, VOCAB, SEQUENCE = 3, 2, 16, 8
@@ -87,14 +87,11 @@ def _train(DP: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return history, {name: full(p) for name, p in model[0].module.named_parameters()}
 
 
-def _swaps_one_class() -> None:
+@on_ranks(2)
+def test_a_script_that_swaps_the_class_trains_to_the_same_bits():
     replicated, expected = _train(DistributedDataParallel)
     parallel_state.destroy_model_parallel()
     sharded, found = _train(TorchFullyShardedDataParallel)
     assert sharded == replicated
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_script_that_swaps_the_class_trains_to_the_same_bits():
-    run_distributed(_swaps_one_class, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from core.base.errors import ParallelConfigError
 from core.pipeline_parallel import stages
 from examples.gpt.run_model import load_run_model
-from tests.functional._pipelines import Case, build, events_of_steps, export_from_stages, train_at_other_times
+from tests.functional._pipelines import events_of_steps, export_from_stages, over_stages, train_at_other_times
 from tests.unit._program import run_program
 from tests.unit._spawn import run_distributed
 
@@ -59,7 +58,7 @@ def test_stages_have_the_same_bits_on_any_number_of_replicas(tmp_path: Path, cor
         ]
 
 
-LIKE_GPT2 = (("activation_func", "gelu_tanh"),)
+LIKE_GPT2 = {"activation_func": "gelu_tanh"}
 COMPARED = ("loss", "grad_norm", "weights_hash", "validation_loss")
 
 
@@ -89,16 +88,17 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
 def test_a_stage_reduces_once_a_step_in_its_last_backward():
     """Each unit of each stage reduces once, under any schedule, while later backwards of the step are to come."""
     overlapped = (("zero2", None), ("zero3", 2), ("fsdp2", None), ("fsdp2", 2), ("ddp, overlapped", 2))
-    few = [Case(wrapper, dp=2, vpp=vpp, micro_batches=2) for wrapper, vpp in overlapped]
-    many = [replace(case, micro_batches=6) for case in few]
-    deferred = Case("ddp, overlapped", dp=2, vpp=2, schedule="ZBVZeroBubble", micro_batches=6)
+    few, many = (
+        [(wrapper, over_stages(vpp=vpp, micro_batches=number)) for wrapper, vpp in overlapped] for number in (2, 6)
+    )
+    deferred = ("ddp, overlapped", over_stages(vpp=2, schedule="ZBVZeroBubble", micro_batches=6))
     for rank, found in enumerate(run_distributed(events_of_steps, 4, [*few, *many, deferred])):
         counts = [events.count("reduction") for events in found]
         assert counts[: len(few)] == counts[len(few) : -1] and min(counts) > 0
-        for case, events in zip([*few, *many], found[:-1], strict=True):
+        for (_, case), events in zip([*few, *many], found[:-1], strict=True):
             backwards = [index for index, event in enumerate(events) if event.startswith("backward")]
             # Of virtual stages the last is done while the first has a micro-batch to come.
-            end = events.index("end of the schedule") if case.vpp is None else backwards[-1]
+            end = events.index("end of the schedule") if len(case.groups) == 2 else backwards[-1]
             assert backwards[case.micro_batches - 1] < events.index("reduction") < end, (case, events)
         # The input's gradients of two stages leave before the weights' are computed, where these fill the cool-down.
         steps = [event for event in found[-1] if event != "reduction"]
@@ -108,12 +108,13 @@ def test_a_stage_reduces_once_a_step_in_its_last_backward():
         assert found[-1].index("reduction") < found[-1].index("end of the schedule")
 
 
-@pytest.mark.parametrize("case", [Case("zero3", dp=2, tied=True), Case("fsdp2", vpp=2, tied=True)], ids=str)
-def test_weights_of_all_stages_go_out_and_come_in(tmp_path: Path, case: Case):
+@pytest.mark.parametrize(("wrapper", "ranks", "vpp"), [("zero3", 4, None), ("fsdp2", 2, 2)])
+def test_weights_of_all_stages_go_out_and_come_in(tmp_path: Path, wrapper: str, ranks: int, vpp: int | None):
     pytest.importorskip("safetensors")
-    of_ranks = run_distributed(export_from_stages, case.ranks, replace(case, fields=LIKE_GPT2), tmp_path / "model")
-    torch.manual_seed(7)
-    expected = build(replace(case, fields=LIKE_GPT2), is_serial=True).state_dict()
+    training = over_stages(vpp=vpp, tied=True, fields=LIKE_GPT2)
+    of_ranks = run_distributed(export_from_stages, ranks, wrapper, training, tmp_path / "model")
+    (whole,) = training.alone.build()
+    expected = whole.state_dict()
     assert all(is_equal for _, is_equal in of_ranks)
     stream = dict(of_ranks[0][0])
     assert stream.keys() == expected.keys()
@@ -123,7 +124,7 @@ def test_weights_of_all_stages_go_out_and_come_in(tmp_path: Path, case: Case):
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_silent_neighbour_is_named_with_its_micro_batch(is_elsewhere: bool):
     """One that does nothing, and one that waits in a collective, where the watch for deadlocks looks."""
-    _, said = run_distributed(train_at_other_times, 2, Case(micro_batches=2), 0, None, is_elsewhere)
+    _, said = run_distributed(train_at_other_times, 2, over_stages(micro_batches=2), 0, None, is_elsewhere)
     assert "OutOfStepError: rank 1, pipeline stage 1 of 2 (layers 2 to 3)" in said
     assert "waits for the activations of micro-batch 0 from stage 0 (rank 0), and nothing came" in said
 
@@ -138,13 +139,13 @@ def test_an_interrupted_step_leaves_no_deferred_products():
 
 
 def test_a_crash_is_named_on_its_stage_and_at_its_neighbour():
-    crashed, waiting = run_distributed(train_at_other_times, 2, Case(micro_batches=2), None, 0)
+    crashed, waiting = run_distributed(train_at_other_times, 2, over_stages(micro_batches=2), None, 0)
     assert crashed.startswith("StopIteration") or "pipeline stage 0 of 2" in crashed
     assert "rank 0, pipeline stage 0 of 2 (layers 0 to 1): forward of micro-batch 1" in crashed
     assert "waits for the activations of micro-batch 1 from stage 0 (rank 0), and nothing came" in waiting
 
 
 def test_a_model_that_cannot_be_cut_is_one_line():
-    config = Case().config(is_serial=True)
+    config = over_stages().alone.build()[0].config
     with pytest.raises(ParallelConfigError, match="a Linear cannot be cut into pipeline stages: it has no set_input"):
         stages._Chunk(torch.nn.Linear(1, 1), 0, (1, 1, 16), config)

@@ -36,7 +36,7 @@ def _cases() -> list:
         for wrapper in WRAPPERS:
             for ranks in kind.ranks:
                 is_hybrid, is_each = "hybrid" in wrapper, "every" in wrapper
-                instances = WRAPPERS[wrapper][1].get("num_distributed_optimizer_instances", 1)
+                instances = WRAPPERS[wrapper].get("num_distributed_optimizer_instances", 1)
                 if ranks % instances or (kind.context_parallel > 1 and is_hybrid and not is_each):
                     continue
                 if is_each and not kind.reduces_in_fp32 and not wrapper.startswith(("zero2", "hybrid zero2")):

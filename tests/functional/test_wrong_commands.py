@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from core.base import environment
 from core.dist_checkpointing.format.index import seal
+from core.rendezvous import environment
 from tests.unit._program import TINY, one_line, run_program
 
 TRAIN = (*TINY, "--train-iters", "2")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.base import default_group
+from core.rendezvous import default_group
 from tests.unit._spawn import run_distributed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

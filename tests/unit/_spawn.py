@@ -84,18 +84,33 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, limit_s
     return results
 
 
-def on_ranks(world_size: int, limit_s: float = JOB_LIMIT_S) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Makes a test of a function that runs on each of several ranks, with the arguments that pytest passes."""
+def on_ranks(
+    world_size: int | str, limit_s: float = JOB_LIMIT_S
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Makes a test of a function that runs on each of several ranks, with the arguments that pytest passes.
+
+    Args:
+        world_size: the number of ranks, or the name of the argument that has it.
+    """
 
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            run_distributed(test, world_size, *inspect.signature(body).bind(**arguments).args, limit_s=limit_s)
+            size = arguments[world_size] if isinstance(world_size, str) else world_size
+            run_distributed(test, size, *inspect.signature(body).bind(**arguments).args, limit_s=limit_s)
 
         test.body = body  # type: ignore[attr-defined]  # what `_serve` calls: the test itself travels by its name
         return test
 
     return decorate
+
+
+def run_anywhere(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+    """Calls `fn(*args)` on that many ranks; in this process where one is enough."""
+    if world_size == 1:
+        fn(*args)
+    else:
+        run_distributed(fn, world_size, *args)
 
 
 class _RankPool:

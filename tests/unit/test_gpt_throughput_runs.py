@@ -21,7 +21,7 @@ import torch
 
 from core.base.errors import ParallelConfigError
 from tests.unit._benchmark_modules import BENCHMARKS, load
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 LIMIT_S = 300.0
 """For a process to start and to train a row."""
@@ -105,14 +105,11 @@ def test_rows_count_their_own_sequences_and_micro_batches(tmp_path):
     assert (report["preset"]["samples"], report["preset"]["micro_batches"]) == (2, 3)
 
 
-def _run_with_a_datasheet(folder: str) -> tuple[int, str, dict[str, Any]]:
+@on_ranks(1)
+def test_mfu_is_printed_next_to_the_matrix_product(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(load("_throughput_report").DATASHEET_TFLOPS, "CPU", 0.5)
-        return _run(folder, "--ladder", "plain")
-
-
-def test_mfu_is_printed_next_to_the_matrix_product(tmp_path):
-    ((_, printed, report),) = run_distributed(_run_with_a_datasheet, 1, str(tmp_path))
+        _, printed, report = _run(tmp_path, "--ladder", "plain")
     (row,) = report["rows"]
     assert row["mfu_percent"] == pytest.approx(100 * row["tflops"] / 0.5) and report["datasheet_tflops"] == 0.5
     assert "MFU is in percent of 0.5 TFLOP/s, of the datasheet\n" in printed
@@ -168,17 +165,15 @@ def test_only_rows_that_should_run_make_a_run_fail(name, error, status, reason, 
     assert [row["name"] for row in report["rows"]] == others and report["finished"] is True
 
 
-def _run_without_a_count(folder: str) -> tuple[int, str, dict[str, Any]]:
+@on_ranks(1)
+def test_a_row_keeps_its_time_where_its_bytes_cannot_be_counted(tmp_path):
+
     def failing(*arguments: Any) -> Any:
         raise RuntimeError("torch has no such graph")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load("_throughput_measure").Update, "of", failing)
-        return _run(folder, "--ladder", "plain", "bare", "--profile", f"{folder}/profile")
-
-
-def test_a_row_keeps_its_time_where_its_bytes_cannot_be_counted(tmp_path):
-    ((status, printed, report),) = run_distributed(_run_without_a_count, 1, str(tmp_path))
+        status, printed, report = _run(tmp_path, "--ladder", "plain", "bare", "--profile", f"{tmp_path}/profile")
     assert status == 1 and report["finished"] is True
     assert [(row["name"], row["update"]) for row in report["rows"]] == [("plain", None), ("bare", None)]
     assert all(row["seconds"] > 0 and row["profile"] for row in report["rows"])
@@ -186,25 +181,20 @@ def test_a_row_keeps_its_time_where_its_bytes_cannot_be_counted(tmp_path):
     assert " ddp: plain: " in printed and printed.count("    profiled: ") == 2
 
 
-def _reports_at_each_row(folder: str) -> list[tuple[bool, int]]:
-    """Returns what the file says when each row begins: whether the run is finished, and how many rows it has."""
+@on_ranks(1)
+def test_the_report_is_written_after_every_row(tmp_path):
     throughput, found = load("gpt_throughput"), []
     measure = throughput.measure
 
     def noting(*arguments: Any) -> Any:
-        (path,) = Path(folder, "results").iterdir()
+        (path,) = Path(tmp_path, "results").iterdir()
         report = json.loads(path.read_text())
         found.append((report["finished"], len(report["rows"])))
         return measure(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(throughput, "measure", noting)
-        _run(folder, "--ladder", "plain", "bare", "loss in parts")
-    return found
-
-
-def test_the_report_is_written_after_every_row(tmp_path):
-    (found,) = run_distributed(_reports_at_each_row, 1, str(tmp_path))
+        _run(tmp_path, "--ladder", "plain", "bare", "loss in parts")
     assert found == [(False, 0), (False, 1), (False, 2)]
 
 
@@ -248,7 +238,16 @@ def test_a_run_that_is_terminated_leaves_its_rows(tmp_path):
     assert [row["name"] for row in report["rows"]] == ["plain"] and report["finished"] is False
 
 
-def _compare(folder: str, baseline: str, slowdown: float) -> tuple[int, str, dict[str, Any]]:
+@pytest.mark.parametrize(
+    ("baseline", "slowdown", "status", "limit", "holds"),
+    [
+        ("fully_shard", 1.009, 0, 1.01, True),
+        ("fully_shard", 1.02, 1, 1.01, False),
+        ("bare", 1.5, 0, None, None),  # torch's FSDP2 copies what a bare model does not
+    ],
+)
+@on_ranks(1)
+def test_fsdp2_may_take_a_hundredth_longer_than_torchs(baseline, slowdown, status, limit, holds, tmp_path):
     throughput = load("gpt_throughput")
 
     def timed(candidates: dict[str, Any], rounds: int) -> dict[str, list[float]]:
@@ -258,19 +257,7 @@ def _compare(folder: str, baseline: str, slowdown: float) -> tuple[int, str, dic
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(throughput, "interleaved_seconds", timed)
-        return _run(folder, "--wrapper", "fsdp2", "--against", baseline, "--micro-batches", "2")
-
-
-@pytest.mark.parametrize(
-    ("baseline", "slowdown", "status", "limit", "holds"),
-    [
-        ("fully_shard", 1.009, 0, 1.01, True),
-        ("fully_shard", 1.02, 1, 1.01, False),
-        ("bare", 1.5, 0, None, None),  # torch's FSDP2 copies what a bare model does not
-    ],
-)
-def test_fsdp2_may_take_a_hundredth_longer_than_torchs(baseline, slowdown, status, limit, holds, tmp_path):
-    ((ended, printed, report),) = run_distributed(_compare, 1, str(tmp_path), baseline, slowdown)
+        ended, printed, report = _run(tmp_path, "--wrapper", "fsdp2", "--against", baseline, "--micro-batches", "2")
     (ratio,) = report["ratios"]
     assert ended == status and ratio["holds"] is holds and ratio["limit"] == limit and report["finished"] is True
     assert ratio["ratio"] == slowdown and len(ratio["seconds"][baseline]) == 15

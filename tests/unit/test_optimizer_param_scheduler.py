@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.base.errors import CheckpointError, ConfigError
-from core.optimizer import OptimizerParamScheduler
+from core.optimizer_param_scheduler import OptimizerParamScheduler
 
 SETTINGS: dict[str, Any] = {
     "init_lr": 0.1,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from ...base.environment import environment_int
 from ...base.errors import ConfigError
 from ...distributed import _BaseDataParallel
-from ...distributed.model.unfit_models import reject_wrapped
+from ...distributed.guards import reject_wrapped
+from ...rendezvous.environment import environment_int
 from ..bridge.trained import mix_in
 from ..bridge.translation import check_version
 

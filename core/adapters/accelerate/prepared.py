@@ -14,15 +14,16 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from ...base import default_group
 from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
-from ...distributed.model.unfit_models import reject_wrapped
+from ...distributed.fully_sharded_data_parallel_config import config_class, config_of
+from ...distributed.guards import reject_wrapped
 from ...optimizer import MegatronOptimizer
+from ...rendezvous import default_group
 from ..bridge.sharding import data_parallel_mesh, units_by_class
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
-from ..bridge.translation import config_class, config_of, reject_reproducible, wrap_for_trainer
+from ..bridge.translation import reject_reproducible, wrap_for_trainer
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
 

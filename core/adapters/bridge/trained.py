@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,10 @@ from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
 from ...distributed.engine.engine import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
-from ...optimizer.distrib_optimizer import collect_main_ranges
-from ...optimizer.main_params import MainParam
+from ...optimizer.clip_grads import clip_coefficient, multiply_gradients
+from ...optimizer.distrib_optimizer import collect_main_params, gradient_statistics
 from ...optimizer.optimizer_state import scalars_of
-from ...optimizer.param_groups import collect_main_params, groups_to_json, load_groups, saved_settings
+from ...optimizer.param_groups import groups_to_json, load_groups, saved_settings
 
 _ABSENT = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0}
 """Settings of torch's optimizers with the one value that `core.optimizer`'s have."""
@@ -115,7 +114,7 @@ class TorchOptimizer:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
         names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
-        # Trained parameters by name; fixed.
+        # Trained parameters by name.
         self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._named.items()}
 
@@ -181,7 +180,7 @@ Updates = MegatronOptimizer | TorchOptimizer
 """What a trainer steps, saves and loads for the user's optimizer."""
 
 _TRAINED = "_trained"
-"""Attribute of a wrapper, with its `Trained`. The last one that was made of it sets it. Never removed."""
+"""Attribute of a wrapper: the last `Trained` that was made of the wrapper."""
 
 
 def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
@@ -193,7 +192,7 @@ def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
 
 
 def mix_in(target: Any, kind: type) -> None:
-    """Puts the methods of `kind`, a subclass of the target's base, before those of the target's own class.
+    """Makes an object use the methods of `kind`, a subclass of the object's base, before its own class's methods.
 
     Nothing puts the old class back. A second call changes nothing.
     """
@@ -216,11 +215,8 @@ class GradientNorm:
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
-        if wrapper.plan.shards_buffers:
-            self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
-        else:
-            self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
-        self._statistics = GradientStatistics(
+        self._params = collect_main_params([wrapper], has_master=False)
+        self._statistics = gradient_statistics(
             self._params, wrapper.plan.groups.model, is_exact=wrapper.plan.settings.reproducible_across_ranks
         )
 
@@ -252,15 +248,14 @@ class GradientNorm:
         Raises:
             OptimizerError: gradients are not reduced.
         """
-        present = [gradient for gradient in self._gradients() if gradient is not None]
-        if present:
+        if present := [gradient for gradient in self._gradients() if gradient is not None]:
             torch._foreach_clamp_min_(present, -limit)
             torch._foreach_clamp_max_(present, limit)
 
     def _gradients(self) -> list[Tensor | None]:
-        if not self._wrapper.gradient_state.is_reduced:
+        if not self._wrapper.step.is_reduced:
             raise OptimizerError(
-                f"gradients are {self._wrapper.gradient_state.phase.value} where they were to be measured or clipped; "
+                f"gradients are {self._wrapper.step.phase.value} where they were to be measured or clipped; "
                 "do it after the last backward of a step, which reduces them, and before the optimizer's step"
             )
         return [param.local_gradient() for param in self._params]
@@ -287,13 +282,12 @@ class Trained:
 
     @staticmethod
     def of(wrapper: object) -> Trained | None:
-        """Returns that of a wrapper that a trainer's adapter has made, else None."""
-        of_wrapper: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
-        return of_wrapper
+        """Returns the `Trained` that an adapter made of a wrapper, or None."""
+        return cast("Trained | None", getattr(wrapper, "__dict__", {}).get(_TRAINED))
 
     @staticmethod
     def of_parameters(parameters: Iterable[object]) -> Trained | None:
-        """Returns that of the one wrapper that all these parameters belong to. None if there is none, or several."""
+        """Returns the `Trained` of the one wrapper that has all of these parameters, or None."""
         owners = set(map(owner_of, parameters))
         return Trained.of(owners.pop()) if len(owners) == 1 else None
 
@@ -304,7 +298,7 @@ class Trained:
 
     def finish_sums(self) -> None:
         """Makes summed gradients global, once a step: on every rank the result, or its shard of it."""
-        if self.wrapper.gradient_state.is_reduced:
+        if self.wrapper.step.is_reduced:
             return
         self.wrapper.finish_grad_sync()
         if not self.loss_is_global and (ranks := self.wrapper.process_group.size()) > 1:
@@ -334,8 +328,7 @@ class Trained:
         """
         identities = {id(parameter) for parameter in parameters if parameter.requires_grad}
         params = [parameter for parameter in self.wrapper.module.parameters() if parameter.requires_grad]
-        missing = sum(id(parameter) not in identities for parameter in params)
-        if missing:
+        if missing := sum(id(parameter) not in identities for parameter in params):
             raise ConfigError(
                 f"gradients are clipped by the norm of the whole model, and {missing} of its {len(params)} trainable "
                 "parameters were not given; give model.parameters()"

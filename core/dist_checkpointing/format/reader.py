@@ -14,7 +14,6 @@ from ...base.errors import CheckpointError
 from ...base.files import JSON_BYTES, BoundsError, read_file
 from ..global_view import held_boxes, overlap
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
-from .torch_files import read_tensor_archive, read_torch_index
 
 Slices = tuple[slice, ...]
 
@@ -29,7 +28,7 @@ class PieceReader:
         """The piece that was unpacked last, and its tensor. `piece_values` replaces it by the next one."""
 
     def fill(self, targets: Mapping[str, Tensor]) -> set[str]:
-        """Fills this rank's part of each tensor. Returns those assembled from other pieces than they were saved in.
+        """Fills this rank's part of each tensor. Returns the names of tensors that were saved in other pieces.
 
         Args:
             targets: tensors of the whole model by name, each in the index with this shape and dtype.
@@ -51,7 +50,7 @@ class PieceReader:
         return resharded_names
 
     def files_of(self, targets: Mapping[str, Tensor]) -> set[str]:
-        """Returns the files that `fill` reads for tensors, those that the index lacks left out."""
+        """Returns the files that `fill` reads for tensors. Tensors that the index lacks have none."""
         boxes = [(name, *box) for name in targets.keys() & self.index.tensors for box in held_boxes(targets[name])]
         return {piece.file for name, at, values in boxes for piece, _, _ in self.overlaps(name, at, values.shape)}
 
@@ -78,7 +77,7 @@ class PieceReader:
             CheckpointError: an archive of torch's holds no tensor, or one of another dtype or shape.
         """
         path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
-        if self.index.encoding == "raw":
+        if self.index.unpack is None:
             # Copy-on-write, so that torch gets the writable memory that it requires and the file does not change.
             data = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
             return torch.from_numpy(data).view(dtype).view(piece.sizes)
@@ -89,7 +88,7 @@ class PieceReader:
             stream.seek(piece.start)
             archive = stream.read(piece.num_bytes)
         try:
-            tensor = read_tensor_archive(archive)
+            tensor = self.index.unpack(archive)
         except CheckpointError as error:
             raise CheckpointError(f"{path} holds no readable tensor for {name!r}: {error}; nothing was run") from error
         if tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
@@ -113,8 +112,12 @@ def read_index(folder: Path) -> CheckpointIndex:
         reason = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
         raise CheckpointError(f"{folder} is not a checkpoint: {reason}; name a folder that `save` wrote")
     try:
-        is_torchs = path.name == TORCH_INDEX_FILE
-        index = read_torch_index(path) if is_torchs else decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
+        if path.name == TORCH_INDEX_FILE:
+            from .torch_files import read_torch_index  # a reader of pickles, which own checkpoints never load
+
+            index = read_torch_index(path)
+        else:
+            index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
     except (CheckpointError, BoundsError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or unsafe: {error}; use another checkpoint") from error
     for name, num_bytes in index.file_bytes.items():

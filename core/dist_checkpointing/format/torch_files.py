@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 
 from ...base.dtypes import DTYPES
 from ...base.errors import CheckpointError
-from ...base.files import PICKLE_BYTES, BoundsError, brief, check_pickle, read_file
+from ...base.files import MAX_DEPTH, BoundsError, brief, read_file
 from .index import CheckpointIndex, Piece, TensorEntry, as_sizes, expect, is_size
 
 _TORCH_RECORDS = {
@@ -32,6 +34,9 @@ _TORCH_RECORDS = {
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
+PICKLE_BYTES = 512 << 20
+"""Largest index that torch's writer leaves."""
+
 _EMPTY_CHUNKS = 1 << 16
 """Limit of empty pieces of a tensor, in addition to the stored ones: one for each rank without rows."""
 _MEGATRON_MODULES = "megatron.core.dist_checkpointing."
@@ -67,7 +72,9 @@ def read_torch_index(path: Path) -> CheckpointIndex:
     file_bytes: dict[str, int] = {}
     for piece in (piece for entry in tensors.values() for piece in entry.pieces):
         file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
-    index = CheckpointIndex(tensors, file_bytes, encoding="torch.save", others=frozenset(others))
+    index = CheckpointIndex(
+        tensors, file_bytes, encoding="torch.save", others=frozenset(others), unpack=read_tensor_archive
+    )
     index.check()
     return index
 
@@ -212,3 +219,74 @@ def read_tensor_archive(data: bytes) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.nbytes > len(data):
         raise CheckpointError("it holds no tensor, or fewer bytes than its tensor has; nothing in it was run")
     return tensor.detach()
+
+
+def check_pickle(data: bytes, is_known: Callable[[str, str], bool]) -> None:
+    """Refuses a pickle that requires more memory or deeper nesting than its length allows, without running it.
+
+    Args:
+        is_known: returns whether a global, by module and name, is allowed. Names that the pickle takes from its memo
+            are checked by the unpickler's `find_class`.
+
+    Raises:
+        BoundsError: the pickle is refused, or `data` is no pickle.
+    """
+    stack: list[int] = []
+    memo: dict[int, int] = {}
+    try:
+        argument: Any
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            name = opcode.name
+            if name in _REFUSED:
+                raise BoundsError(f"it has the instruction {name}, which no description of tensors needs")
+            if name == "GLOBAL":
+                module, _, attribute = str(argument).partition(" ")
+                if not is_known(module, attribute):
+                    raise BoundsError(f"it names {brief(f'{module}.{attribute}')}; nothing was run")
+            if name in _PUTS:
+                if argument > count:
+                    raise BoundsError(f"it numbers a value {argument} after {count} instructions")
+                memo[argument] = stack[-1]
+            elif name == "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            elif name in _GETS:
+                stack.append(memo[argument])
+            else:
+                _follow(name, stack)
+    except BoundsError:
+        raise
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        raise BoundsError(f"no pickle, or a damaged one ({type(error).__name__}: {brief(str(error))})") from None
+
+
+_REFUSED = {"EMPTY_SET", "FROZENSET", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEXT_BUFFER"}
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+_MARK = -1
+_EFFECTS = {
+    opcode.name: (
+        pickletools.markobject in opcode.stack_before,
+        [*opcode.stack_before, pickletools.markobject].index(pickletools.markobject),
+        [_MARK if after is pickletools.markobject else 0 for after in opcode.stack_after],
+        opcode.name.startswith("TUPLE"),
+    )
+    for opcode in pickletools.opcodes
+}
+"""Per instruction: whether it pops down to a mark, how many others it pops and pushes, and whether it makes a
+tuple."""
+
+
+def _follow(name: str, stack: list[int]) -> None:
+    """Applies an instruction to a stack with the nesting depth of each value's tuples."""
+    to_mark, count, pushes, makes_tuple = _EFFECTS[name]
+    deepest = 0
+    if to_mark:
+        while (depth := stack.pop()) != _MARK:
+            deepest = max(deepest, depth)
+    for _ in range(count):
+        deepest = max(deepest, stack.pop())
+    if makes_tuple:
+        if deepest >= MAX_DEPTH:
+            raise BoundsError(f"it is nested more than {MAX_DEPTH} deep")
+        stack.append(deepest + 1)
+    else:
+        stack.extend(pushes)

@@ -9,21 +9,22 @@ from __future__ import annotations
 import types
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...base.errors import ParallelConfigError
 from ...base.memory_categories import Held
 from ...base.parameters import kept_range, local_part
-from ...diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from ..distributed_data_parallel_config import EngineKind
-from ..gradient_state import GradientChecks, GradientState
 from ..groups import is_summed_later, managed_parameters
 from ..model.initial_values import broadcast_buffers
 from ..plan import Plan
+from ..step import Step
+from ..step_marks import MARK, StepMark, mark_of, set_mark
 from .gradient_tree import GradientTree
 from .gradients import local_gradient
 
@@ -101,7 +102,7 @@ class Gradients(ABC):
         state: the phase of the gradients. The engine reports backwards to it, and the wrapper the rest of a step.
     """
 
-    def __init__(self, plan: Plan, module: nn.Module, model: nn.Module, state: GradientState) -> None:
+    def __init__(self, plan: Plan, module: nn.Module, model: nn.Module, state: Step) -> None:
         self.plan, self.module, self.model, self.state = plan, module, model, state
         # False inside `no_sync`, which sets and restores it with `set_sync`. Each backward reads it.
         self.syncs = True
@@ -110,9 +111,20 @@ class Gradients(ABC):
         self.tree: GradientTree | None = None
         if plan.tree is not None:
             self.tree = GradientTree(plan.tree, 1 if plan.sums_gradients else plan.groups.whole.size())
-        self.checks = GradientChecks(plan.settings.check_for_nan_in_grad)
-        # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
-        self.num_steps = 0
+        # What checks gradients, with their names, before they are reduced or just after. The wrapper sets them once.
+        self.inspections: tuple[Callable[[Iterable[tuple[str, Tensor]], bool], None], ...] = ()
+
+    def inspect(self, gradients: Iterable[tuple[str, Tensor]], *, are_reduced: bool = False) -> None:
+        """Lets the wrapper's guards check gradients, by name.
+
+        Args:
+            are_reduced: they are reduced over ranks already, so that another rank may be at fault.
+
+        Raises:
+            ShardstackError: one is invalid.
+        """
+        for inspect in self.inspections:
+            inspect(gradients, are_reduced)
 
     def set_sync(self, enabled: bool) -> None:
         """Says whether the backwards that follow communicate."""
@@ -198,10 +210,11 @@ class Engine(ABC):
     Attributes:
         plan: what is done to the model.
         parameters, gradients: what both engines do, and every caller may ask for.
-        checks_placement: whether `check_step` raises if a parameter was moved or replaced after wrapping.
+        places: address and dtype of each parameter that the engine keeps in memory of its own, which nobody else may
+            move.
     """
 
-    checks_placement: ClassVar[bool] = False
+    places: Mapping[nn.Parameter, tuple[int, torch.dtype]] = {}
 
     def __init__(self, plan: Plan, parameters: Parameters, gradients: Gradients) -> None:
         self.plan, self.parameters, self.gradients = plan, parameters, gradients
@@ -220,24 +233,22 @@ class Engine(ABC):
         if self.plan.settings.broadcast_buffers:
             broadcast_buffers(self.gradients.module, self.plan.groups.whole)
 
-    def check_step(self, optimizer: str) -> None:
-        """Raises unless an optimizer of `core.optimizer` may read the gradients.
-
-        Args:
-            optimizer: the optimizer's name, for the message.
-
-        Raises:
-            ShardstackError: gradients were not reduced, or are invalid.
-        """
-        self.gradients.recover()
-        self.gradients.state.check_may_step(optimizer)
+    # ---- what guards look at before a step
 
     @abstractmethod
-    def check_direct_step(self, optimizer: str) -> None:
-        """Raises unless an optimizer of torch, which reads ``param.grad`` and writes the parameters, may step.
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        """Returns the name of each parameter that is trained or sharded, by all forms that modules may hold of it."""
+
+    def find_assigned_gradient(self) -> str:
+        """Returns the name of a parameter whose ``grad`` was assigned where the optimizer reads a shard, or ""."""
+        return ""
+
+    @abstractmethod
+    def prepare_direct_step(self, optimizer: str) -> None:
+        """Prepares for the step of an optimizer of torch, which reads ``param.grad`` and writes the parameters.
 
         Raises:
-            ShardstackError: as `check_step`; or ``param.grad`` is not the gradient that an optimizer has to read.
+            ShardstackError: ``param.grad`` is not the gradient that an optimizer has to read.
         """
 
     def held(self) -> dict[Held, list[Tensor]]:
@@ -253,6 +264,9 @@ class WrappedModel(nn.Module):
 
     plan: Plan
     engine: Engine
+
+    def check_step(self, optimizer: str, *, is_torchs: bool = False) -> None:
+        """Raises unless an optimizer may step the model: see `_BaseDataParallel`."""
 
 
 # ---- the wrapper of a parameter: optimizers, torch's too, find it there, check with it before a step and notify it
@@ -284,7 +298,7 @@ class _Owner(StepMark):
 
     def check_gradients(self, optimizer: str) -> None:
         if (wrapper := self.wrapper()) is not None:
-            wrapper.engine.check_direct_step(optimizer)
+            wrapper.check_step(optimizer, is_torchs=True)
 
     def note_step(self) -> None:
         if (wrapper := self.wrapper()) is not None:

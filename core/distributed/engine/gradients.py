@@ -15,8 +15,8 @@ from ...base.parameters import local_part
 from ...comm import collectives
 from ...comm.gloo import Sum
 from ...comm.lane import CommLane
-from ...diagnostics.step_marks import mark_of
 from ..plan import Plan
+from ..step_marks import mark_of
 from .gradient_tree import GradientTree
 
 

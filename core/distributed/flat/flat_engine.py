@@ -8,25 +8,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...base.device import current_device
-from ...base.errors import OptimizerError, ShardstackError, WrapError
+from ...base.errors import ShardstackError, WrapError
 from ...base.memory_categories import Held
 from ...base.parameters import without_waiting
 from ...comm.collectives import allocator
 from ...comm.lane import comm_lane
-from ...diagnostics.step_marks import replaced_parameters_marked
 from ..engine.engine import Engine, Gradients, Parameters
-from ..engine.gradients import UNREADABLE, BucketReduction, UnreadableGradient, is_unreadable
-from ..gradient_state import GradientState, Phase
+from ..engine.gradients import BucketReduction, UnreadableGradient, is_unreadable
 from ..groups import ParameterKind, managed_parameters, twin_group
 from ..model.initial_values import InitialValues
 from ..plan import Plan
+from ..step import Phase, Step
+from ..step_marks import replaced_parameters_marked
 from .bucket import Bucket
 from .buffer import FlatBuffer
 from .sharded_parameters import ShardedParameters
-from .steps import ParamPlacement, ReductionSchedule, ShownGradients, shows_main_grad
+from .steps import ReductionSchedule, ShownGradients, shows_main_grad
 from .unit import Unit, build_units
 from .whole_parameters import WholeParameters
 
@@ -48,19 +49,12 @@ class FlatEngine(Engine):
         buckets: all buckets with gradients, in the order in which they leave.
         bucket_at: all buckets, by their place in the buffers of the plan.
         buffers: own all memory of gradients, and of parameters or their shards if a strategy shards.
-        placement: where parameters were when the model was wrapped. `parameters` tells it when it moves them.
     """
 
-    checks_placement = True
     gradients: FlatGradients
 
     def __init__(
-        self,
-        plan: Plan,
-        module: nn.Module,
-        model: nn.Module,
-        state: GradientState,
-        finish: Callable[[], None] | None = None,
+        self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, finish: Callable[[], None] | None = None
     ) -> None:
         with replaced_parameters_marked(module):
             start = InitialValues(module, plan.groups, from_first_rank=plan.settings.sync_module_states)
@@ -86,8 +80,11 @@ class FlatEngine(Engine):
         else:
             parameters = WholeParameters(plan, module, self.units)
         super().__init__(plan, parameters, gradients)
-        self.placement = ParamPlacement(model, ((s.name, s.param) for bucket in self.buckets for s in bucket.slots))
-        gradients.take_from_backward(self.buckets, self.placement, parameters, finish)
+        # Of each parameter in a bucket, and of those of units that have moved since. `_note_moved` sets both.
+        self._names: dict[nn.Parameter, str] = {}
+        self.places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
+        self._note_moved((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
+        gradients.take_from_backward(self.buckets, parameters, finish)
         parameters.invalidate()
 
     def _build(self, plan: Plan, named_params: Mapping[str, nn.Parameter], gradients: FlatGradients) -> None:
@@ -120,31 +117,23 @@ class FlatEngine(Engine):
                 self.bucket_at[piece.bucket] = Bucket(buffer, piece, named_params, reductions[kind])  # type: ignore[index]
 
     def _note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self.placement.note_moved(params)
+        for name, param in params:
+            self._names[param], self.places[param] = name, (param.data_ptr(), param.dtype)
 
-    def check_step(self, optimizer: str) -> None:
-        super().check_step(optimizer)
-        try:
-            self.placement.check_step()
-        except WrapError as error:
-            raise OptimizerError(str(error)) from None
-        if (assigned := self.gradients.shown.find_written()) is not None:
-            raise OptimizerError(
-                f"parameter {assigned.name} has a .grad of its own, but the sharding strategy "
-                f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
-                "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
-            )
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        return self._names
 
-    def check_direct_step(self, optimizer: str) -> None:
+    def find_assigned_gradient(self) -> str:
+        assigned = self.gradients.shown.find_written()
+        return "" if assigned is None else assigned.name
+
+    def prepare_direct_step(self, optimizer: str) -> None:
         if not self.plan.is_replicated:
             raise ShardstackError(
                 f"{optimizer} was to step parameters whose gradients {self.plan.caller} shards over ranks: it "
                 "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
                 "strategy 'no_shard'"
             )
-        self.check_step(optimizer)
-        if any(is_unreadable(slot.param.grad) for bucket in self.buckets for slot in bucket.slots):
-            raise ShardstackError(UNREADABLE)
 
 
 class FlatGradients(Gradients):
@@ -154,11 +143,7 @@ class FlatGradients(Gradients):
     """
 
     def take_from_backward(
-        self,
-        buckets: Sequence[Bucket],
-        placement: ParamPlacement,
-        parameters: Parameters,
-        finish: Callable[[], None] | None,
+        self, buckets: Sequence[Bucket], parameters: Parameters, finish: Callable[[], None] | None
     ) -> None:
         """Lets backwards bring their gradients to the buckets. Called once, when these are built.
 
@@ -167,7 +152,7 @@ class FlatGradients(Gradients):
             finish: as of `FlatEngine`.
         """
         plan, self._is_sharded = self.plan, not self.plan.is_replicated
-        self._buckets, self._placement, self._parameters = buckets, placement, parameters
+        self._buckets, self._parameters = buckets, parameters
         self._place_of = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         # Sends buckets and knows which have left; `_drop` and `reopen` restart it.
         self._schedule = ReductionSchedule(buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
@@ -215,14 +200,10 @@ class FlatGradients(Gradients):
             return
         bucket, slot = self._place_of[param]
         if not bucket.add_gradient(slot, None if param.grad_added_to_main_grad else gradient):  # type: ignore[attr-defined]
-            self.state.note_late(slot.name)
+            self.state.enter(Phase.LATE, slot.name)
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         del gradient  # its memory may serve for what the reduction allocates
         self._schedule.note_gradients(bucket, (param,), self.syncs)
-
-    def inspect(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises on gradients that are not finite, before they are sent."""
-        self.checks.check(gradients, self.num_steps)
 
     def note_skipped(self, unit: Unit) -> None:
         """Sends the gradients of a unit that a backward does not reach on this rank."""
@@ -235,17 +216,12 @@ class FlatGradients(Gradients):
 
     def finish(self) -> None:
         self._parameters.settle()
-        self._placement.check_unless_optimizer_does()
         if not self.state.is_reduced:
             self.shown.take_written()
         self._schedule.send_all()
         for bucket in self._buckets:
             bucket.finish_grad_sync()
-        try:
-            self.shown.show()
-        except RuntimeError:  # a parameter of another dtype than its gradient
-            self._placement.check()
-            raise
+        self.shown.show()
 
     def gather(self, *, again: bool = False) -> None:
         super().gather(again=again)

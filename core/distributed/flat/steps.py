@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.errors import ShardstackError, WrapError
+from ...base.errors import ShardstackError
 from ...base.parameters import without_waiting
 from ..engine.gradient_tree import GradientTree
 from ..engine.gradients import UnreadableGradient, is_unreadable
-from ..model.unfit_models import reject_changed
 from ..plan import Plan
 from .bucket import Bucket
 from .grad_slot import GradSlot
@@ -149,56 +148,6 @@ class ReductionSchedule:
         if self._finish is not None:
             self._finish()
         self._watched_backward = None
-
-
-class ParamPlacement:
-    """Remembers the memory of each parameter at wrapping, and compares it later.
-
-    Args:
-        model: the model inside the wrapper.
-        params: names and parameters of the buffers.
-    """
-
-    def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        # The modules inside are asked in each check whether they still hold the parameters.
-        self._model = model
-        # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
-        self._names: dict[nn.Parameter, str] = {}
-        self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
-        self.note_moved(params)
-        # Whether an optimizer checks before each of its steps, so that one check a step is enough. Its first
-        # `check_step` sets it; never cleared. Main thread only.
-        self._is_checked_by_optimizer = False
-
-    def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Remembers where the engine has moved parameters to."""
-        for name, param in params:
-            self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
-
-    def check_unless_optimizer_does(self) -> None:
-        """Checks when gradients are finished and updated parameters gathered, unless an optimizer does."""
-        if not self._is_checked_by_optimizer:
-            self.check()
-
-    def check_step(self) -> None:
-        """Checks before an optimizer steps."""
-        self.check()
-        self._is_checked_by_optimizer = True
-
-    def check(self) -> None:
-        """Compares the model's parameters with those at wrapping.
-
-        Raises:
-            WrapError: a parameter was moved, replaced, added, removed or made trainable since.
-        """
-        with without_waiting():
-            reject_changed(self._model, self._names)
-            moved_params = [param for param, place in self._places.items() if place != (param.data_ptr(), param.dtype)]
-        if moved_params:
-            raise WrapError(  # names the model's first, as buffers have parameters in reverse order
-                f"the storage of parameter {self._names[moved_params[-1]]} was replaced after the model was wrapped "
-                "(a move to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
-            )
 
 
 class ShownGradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,16 +15,14 @@ from ...base.memory_categories import Held
 from ...base.module_protocol import set_gradient_rows
 from ...base.parameters import local_part
 from ...comm.lane import comm_lane
-from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..engine.engine import Engine, Gradients, Parameters
 from ..engine.gathered_units import KeptPart, WriteCounts, lost_write
 from ..engine.gradients import BucketReduction, local_gradient
-from ..gradient_state import GradientState, Phase
 from ..groups import managed_parameters
 from ..model.forward_hooks import watch_outputs
 from ..model.initial_values import InitialValues
-from ..model.unfit_models import reject_changed
 from ..plan import Plan
+from ..step import Phase, Step
 from .prefetch import UnitPrefetch
 from .shard_model import FreedWeights, reject_graph_of_gradients, shard_model
 from .torch_private import TorchState, as_fsdp, fsdp_modules, groups_of
@@ -49,7 +48,7 @@ class Fsdp2Engine(Engine):
     gradients: TorchGradients
 
     def __init__(
-        self, plan: Plan, module: nn.Module, model: nn.Module, state: GradientState, *, initializes: bool = True
+        self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, *, initializes: bool = True
     ) -> None:
         start = None
         if initializes:
@@ -68,7 +67,6 @@ class Fsdp2Engine(Engine):
         parameters = TorchParameters(plan, module, torch_state, parts, gradients)
         gradients.parameters = parameters
         super().__init__(plan, parameters, gradients)
-        reject_plain_state_dicts(module)
 
     def forward_failed(self) -> None:
         """Frees gathered parameters after a forward that raised."""
@@ -82,17 +80,14 @@ class Fsdp2Engine(Engine):
             self.parameters.settle()
         watch_outputs(output, self.gradients.enter_backward)
 
-    def check_step(self, optimizer: str) -> None:
-        super().check_step(optimizer)
-        reject_changed(self.gradients.module, self.gradients.torch_state.tensors.names())
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        return self.gradients.torch_state.tensors.names()
 
-    def check_direct_step(self, optimizer: str) -> None:
+    def prepare_direct_step(self, optimizer: str) -> None:
         gradients = self.gradients
-        gradients.recover()
         if gradients.state.phase is Phase.ACCUMULATING and gradients.has_reduced_alone():
             self.share_buffers()
-            gradients.state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
-        self.check_step(optimizer)
+            gradients.state.enter(Phase.REDUCED)  # by the backward itself: finalize_model_grads would add nothing
 
     def held(self) -> dict[Held, list[Tensor]]:
         held = super().held()
@@ -207,9 +202,7 @@ class TorchGradients(Gradients):
 
     parameters: TorchParameters
 
-    def __init__(
-        self, plan: Plan, module: nn.Module, model: nn.Module, state: GradientState, torch_state: TorchState
-    ) -> None:
+    def __init__(self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, torch_state: TorchState) -> None:
         super().__init__(plan, module, model, state)
         self.adds_always, self.are_on_shards, self.torch_state = False, False, torch_state
         self._modules = fsdp_modules(module)
@@ -271,7 +264,7 @@ class TorchGradients(Gradients):
             self._reduce_replicated()
         named_gradients = ((name, local_gradient(p)) for name, p in managed_parameters(self.model))
         gradients = ((name, gradient) for name, gradient in named_gradients if gradient is not None)
-        self.checks.check(gradients, self.num_steps, are_reduced=True)
+        self.inspect(gradients, are_reduced=True)
 
     @torch.no_grad()
     def _reduce_replicated(self) -> None:
@@ -311,7 +304,7 @@ class TorchGradients(Gradients):
         has_begun = self.parameters.has_allocated and current_backward() == NO_BACKWARD
         if has_begun and self.torch_state.has_failed_in_backward():
             self.torch_state.reset_iteration()
-            self.state.note_broken()
+            self.state.enter(Phase.BROKEN)
 
     def held(self) -> dict[Held, list[Tensor]]:
         tensors, sums = self.torch_state.tensors, self._sums.tensors if self._sums is not None else ()

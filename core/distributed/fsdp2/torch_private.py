@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ...base._torch_compat import fsdp_param_groups
 from ...base.errors import UnitError, WrapError
-from ...diagnostics.step_marks import mark_as_gathered, mark_of
+from ..step_marks import mark_as_gathered, mark_of
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:

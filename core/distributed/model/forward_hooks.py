@@ -1,6 +1,7 @@
 """Hooks around forwards, in either engine: the work around a call of a module, and weights that autograd saves in it.
 
-`WrapperHook` and `enclose` put a wrapper's work around `forward` and around other methods. `SavedWeights` keeps the
+`WrapperHook` and `enclose` put a wrapper's work around `forward` and around other methods. `SavedTensors` are hooks
+around what autograd saves in a forward. `SavedWeights` keeps the
 weights of freed units readable: those that autograd has saved, and those that outlive a forward. They are gathered
 into memory that is freed, or given to another unit, after the forward. Backward gathers the unit again when it
 reaches one of its outputs. It may reach an operation of the unit on another path before that: a router's loss that a
@@ -76,48 +77,34 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
 
 # ---- weights that autograd saves
 
-_Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""How a tensor is packed when autograd saves it, and unpacked when it is read."""
+Place = Callable[[Tensor], Callable[[], Tensor] | None]
+"""Is given a tensor that autograd saves. Returns what reads it again, or None to leave it to the hooks around."""
 
 
-def in_use_message(unit: str) -> str:
-    """Returns the warning for a unit that has to keep its memory."""
-    return (
-        f"weights of unit {unit} are used outside of its forward; it keeps its memory from now on, as with "
-        f"reshard_overrides=({unit + '=False'!r},)"
-    )
+class SavedTensors:
+    """Hooks of autograd (`torch.autograd.graph.saved_tensors_hooks`) around forwards, which may end by an exception.
 
-
-class SavedWeights:
-    """Hooks of autograd (`torch.autograd.graph.saved_tensors_hooks`) around each forward of one unit.
-
-    Tensors that are no weights go to the hooks around it, such as those of `save_on_cpu` or of a checkpoint. Without
+    Tensors that have no place go to the hooks around these, such as those of `save_on_cpu` or of a checkpoint. Without
     such hooks they are saved as they are, and checked for writes when they are read, as autograd does without hooks.
-
-    Args:
-        memory: returns the tensors that the unit is gathered into; the same storages while a forward runs.
-        gather: gathers the unit unless it is gathered; called on the thread that runs backward.
     """
 
-    def __init__(self, memory: Callable[[], Sequence[Tensor]], gather: Callable[[], None]) -> None:
-        # Both fixed: the engine's, called on the thread that runs a forward or a backward.
-        self._memory, self._gather = memory, gather
-        # Forwards of the unit that are running, on the thread that runs them. `begin` and `end` count.
+    def __init__(self) -> None:
+        # Forwards that are running, on the thread that runs them. `begin_with` and `end` count.
         self._num_running = 0
-        # Index in the memory, by storage; the unit may move. `begin` sets it, on the thread that runs the forward.
-        self._index_of: dict[int, int] = {}
-        # The least number of tensors in each storage at the beginning of a forward: the parameters, and what the
-        # engine holds. `begin` updates it.
-        self._least_uses: dict[int, int] = {}
 
-    def begin(self) -> None:
-        """Begins a forward of the unit, which is gathered."""
-        self._index_of = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(self._memory())}
-        for storage in self._index_of:
-            uses = torch._C._storage_Use_Count(storage)
-            self._least_uses[storage] = min(uses, self._least_uses.get(storage, uses))
-        around: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = (self._pack, _unpack) if around is None else _chain_hooks(self._place, *around)
+    def begin_with(self, place: Place) -> None:
+        """Begins a forward."""
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack_around, unpack_around = (keep, read_kept) if around is None else around
+
+        def pack(tensor: Tensor) -> Any:
+            return place(tensor) or (pack_around(tensor),)
+
+        def unpack(packed: Any) -> Any:
+            return unpack_around(packed[0]) if type(packed) is tuple else packed()
+
+        # Torch's context manager, in two halves: a forward begins and ends in two hooks of its module. Hooks of torch
+        # do not chain by themselves, only the innermost are called: hence `around`.
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._num_running += 1
 
@@ -132,12 +119,44 @@ class SavedWeights:
         while self._num_running:
             self.end()
 
+
+def in_use_message(unit: str) -> str:
+    """Returns the warning for a unit that has to keep its memory."""
+    return (
+        f"weights of unit {unit} are used outside of its forward; it keeps its memory from now on, as with "
+        f"reshard_overrides=({unit + '=False'!r},)"
+    )
+
+
+class SavedWeights(SavedTensors):
+    """Keeps weights readable that autograd saves in the forwards of one unit, wherever the unit is gathered later.
+
+    Args:
+        memory: returns the tensors that the unit is gathered into; the same storages while a forward runs.
+        gather: gathers the unit unless it is gathered; called on the thread that runs backward.
+    """
+
+    def __init__(self, memory: Callable[[], Sequence[Tensor]], gather: Callable[[], None]) -> None:
+        super().__init__()
+        self._memory, self._gather = memory, gather
+        # Index in the memory, by storage; the unit may move. `begin` sets it, on the thread of the forward.
+        self._index_of: dict[int, int] = {}
+        # The least number of tensors in each storage at the beginning of a forward: the parameters, and what the
+        # engine holds. `begin` updates it.
+        self._least_uses: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Begins a forward of the unit, which is gathered."""
+        self._index_of = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(self._memory())}
+        # A view holds its storage, not the parameter: only torch's count of the storage tells that one lives.
+        for storage in self._index_of:
+            uses = torch._C._storage_Use_Count(storage)
+            self._least_uses[storage] = min(uses, self._least_uses.get(storage, uses))
+        self.begin_with(self._place)
+
     def are_in_use(self) -> bool:
         """Returns whether a view of a weight has outlived the forwards of the unit."""
         return any(torch._C._storage_Use_Count(storage) > self._least_uses[storage] for storage in self._index_of)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        return self._place(tensor) or keep(tensor)
 
     def _place(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Returns what reads a tensor again if it is a weight of the unit, or a view of one."""
@@ -170,7 +189,7 @@ class _SavedView:
     __slots__ = ("dtype", "index", "mesh", "owner", "place")
 
     def __init__(self, owner: SavedWeights, index: int, tensor: Tensor, local: Tensor) -> None:
-        # All fixed: the place of the weight stays, whichever memory its unit is gathered into next.
+        # The place of the weight stays, whichever memory its unit is gathered into next.
         self.owner, self.index, self.dtype = owner, index, local.dtype
         self.place = local.shape, local.stride(), local.storage_offset()
         self.mesh: Any = None
@@ -184,10 +203,6 @@ class _SavedView:
             return local
         mesh, placements, shape, stride = self.mesh
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _unpack(packed: Any) -> Tensor:
-    return read_kept(packed) if type(packed) is tuple else packed()
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
@@ -210,12 +225,3 @@ def read_kept(packed: tuple[Tensor, int]) -> Tensor:
             "instead"
         )
     return tensor
-
-
-def _chain_hooks(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> _Hooks:
-    """Returns hooks that leave what is no weight to those of others, `pack` and `unpack`."""
-
-    def unpack_any(packed: Any) -> Any:
-        return unpack(packed[0]) if type(packed) is tuple else packed()
-
-    return (lambda tensor: place(tensor) or (pack(tensor),)), unpack_any

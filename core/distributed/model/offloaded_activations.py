@@ -8,8 +8,9 @@ Without a GPU the same copies are made in one memory, so that values and order a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...base.errors import MemoryLimitError
 from ...base.host_memory import AS_HOST_MEMORY
+from ...base.memory_categories import is_out_of_memory
 from ...base.text import readable_bytes
 from ...comm import streams
-from ...diagnostics.out_of_memory import is_out_of_memory
 from ..plan.parts import UnitTransform
-from .forward_hooks import WrapperHook, keep, read_kept
+from .forward_hooks import SavedTensors, WrapperHook, keep, read_kept
 
 LEAST_BYTES = 1024
 """Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""
@@ -38,40 +39,28 @@ def offload_activations(transforms: Iterable[UnitTransform]) -> None:
     for transform in transforms:
         if transform.offloads:
             for module in transform.modules:
-                _Offload(module, order).install()
+                _offload(module, order)
 
 
 class _Order:
     """The forwards of a model's units in the order in which they began, on the thread that runs them."""
 
     def __init__(self) -> None:
-        # The forward that began last. `_Offload` sets it. Its graph may be gone by now.
+        # The forward that began last. `_offload` sets it. Its graph may be gone by now.
         self.last: weakref.ref[_Forward] | None = None
         # The side stream of the copies; None until the first one on a GPU makes it, for the model's life.
         self.stream: streams.Stream | None = None
 
 
-class _Offload:
-    """Hooks around the forwards of one module."""
+def _offload(module: nn.Module, order: _Order) -> None:
+    """Puts hooks around the forwards of one module."""
+    saved = SavedTensors()
 
-    def __init__(self, module: nn.Module, order: _Order) -> None:
-        self._module, self._order = module, order  # fixed
-        # Forwards that are running, the innermost last; None for one without gradients. `_begin` adds, `_end` removes.
-        self._running_forwards: list[_Forward | None] = []
+    def begin(*unused: Any) -> None:
+        saved.begin_with(_Forward(module, order).place if torch.is_grad_enabled() else lambda tensor: None)
 
-    def install(self) -> None:
-        self._module.register_forward_pre_hook(WrapperHook(self._begin), prepend=True)
-        self._module.register_forward_hook(WrapperHook(self._end), always_call=True)
-
-    def _begin(self, *unused: Any) -> None:
-        forward = _Forward(self._module, self._order) if torch.is_grad_enabled() else None
-        self._running_forwards.append(forward)
-        if forward is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(forward.pack, _unpack)
-
-    def _end(self, *unused: Any) -> None:
-        if self._running_forwards and self._running_forwards.pop() is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+    module.register_forward_pre_hook(WrapperHook(begin), prepend=True)
+    module.register_forward_hook(WrapperHook(lambda *unused: saved.end()), always_call=True)
 
 
 class _Forward:
@@ -82,31 +71,31 @@ class _Forward:
         self._order = order
         # The forward before it, whose activations backward needs next. Fixed.
         self._before, order.last = order.last, weakref.ref(self)
-        # Storages of weights and buffers, which stay where they are; fixed.
+        # Storages of weights and buffers, which stay where they are.
         plain = (tensor for tensor in (*module.parameters(), *module.buffers()) if _is_plain(tensor.data))
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in plain}
-        # What was saved, by place in memory and version: a tensor that two operations save is copied once. `pack`
+        # What was saved, by place in memory and version: a tensor that two operations save is copied once. `place`
         # adds; an entry is valid while its storage lives, whose address could be another's afterwards.
         self._host_copies: dict[Any, tuple[StorageWeakRef, weakref.ref[_OnHost]]] = {}
         # Whether backward has reached it, so that the copies back were begun. `begin_return` sets it.
         self._returns = False
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Copies a tensor to the host, unless it is a weight or small."""
-        if not _is_plain(tensor) or tensor.nbytes < LEAST_BYTES or not _fills_its_memory(tensor):
-            return keep(tensor)
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._kept_storages:
-            return keep(tensor)
+    def place(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copies a tensor to the host, unless it is a weight or small. Nothing is left to the hooks around."""
+        is_large = _is_plain(tensor) and tensor.nbytes >= LEAST_BYTES and _fills_its_memory(tensor)
+        if not is_large or (storage := tensor.untyped_storage())._cdata in self._kept_storages:
+            return partial(read_kept, keep(tensor))
         memory = tensor.detach().as_strided((tensor.numel(),), (1,))
         key = (storage._cdata, memory.storage_offset(), memory.numel(), memory.dtype, tensor._version)
         alive, copy = self._host_copies.get(key, (None, None))
         saved = copy() if alive is not None and copy is not None and not alive.expired() else None
         if saved is None:
-            saved = _OnHost(self, memory, self._stream_for(tensor))
+            if self._order.stream is None and streams.is_asynchronous(tensor.device):
+                self._order.stream = streams.Stream(tensor.device)
+            saved = _OnHost(self, memory, self._order.stream)
             self._host_copies[key] = StorageWeakRef(storage), weakref.ref(saved)
         saved.num_readers += 1
-        return saved, tensor.size(), tensor.stride()
+        return partial(saved.read, tensor.size(), tensor.stride())
 
     def begin_return(self) -> None:
         """Begins to copy what is still needed back to the device."""
@@ -122,25 +111,20 @@ class _Forward:
         if before is not None:
             before.begin_return()
 
-    def _stream_for(self, tensor: Tensor) -> streams.Stream | None:
-        if streams.is_asynchronous(tensor.device) and self._order.stream is None:
-            self._order.stream = streams.Stream(tensor.device)
-        return self._order.stream
-
 
 class _OnHost:
     """The memory of saved tensors, `[n]`, in host memory."""
 
     def __init__(self, forward: _Forward, tensor: Tensor, stream: streams.Stream | None) -> None:
-        self._forward, self._device, self._stream = forward, tensor.device, stream  # fixed
-        # Number of saved tensors in this memory. `_Forward.pack` counts.
+        self._forward, self._device, self._stream = forward, tensor.device, stream
+        # Number of saved tensors in this memory. `_Forward.place` counts.
         self.num_readers = 0
         # Those that have not read the current copy on the device. `_copy_back` sets it, `read` lowers it.
         self._unread = 0
         # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
         # `read` set it, the last reader clears it: a backward through a kept graph copies again.
         self._device_copy: tuple[Tensor, streams.Event | None] | None = None
-        self._host = _host_memory(tensor, is_pinned=stream is not None)  # fixed once it is copied
+        self._host = _host_memory(tensor, is_pinned=stream is not None)
         if stream is None:
             self._host.copy_(tensor)
             return
@@ -162,8 +146,8 @@ class _OnHost:
             copy = torch.empty(host.shape, dtype=host.dtype, device=self._device).copy_(host, non_blocking=True)
             return copy, None if stream is None else streams.record_event()
 
-    def read(self) -> Tensor:
-        """Returns the memory on its device. The current stream waits for it."""
+    def read(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """Returns a tensor in the memory on its device. The current stream waits for it."""
         self._forward.begin_return()
         copy, copied = self.begin_return()
         self._unread -= 1
@@ -174,7 +158,7 @@ class _OnHost:
             computing.wait_event(copied)
             streams.used_on(copy, computing)
         self._forward.reach()
-        return copy
+        return copy.as_strided(size, stride)  # kernels are chosen by strides
 
 
 def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
@@ -195,14 +179,6 @@ def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
     return AS_HOST_MEMORY.value(memory)
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed[0], Tensor):
-        return read_kept(packed)
-    saved, size, stride = packed
-    memory: Tensor = saved.read()
-    return memory.as_strided(size, stride)  # kernels are chosen by strides
-
-
 def _fills_its_memory(tensor: Tensor) -> bool:
     """Returns whether no two elements are in one place, and none is left out between them."""
     expected = 1
@@ -215,5 +191,5 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor has one storage: sparse ones have several, and those of other backends none."""
+    """Returns whether a tensor has one storage: sparse ones have several, and tensors of other backends none."""
     return type(tensor) is Tensor and tensor.layout == torch.strided

@@ -19,8 +19,8 @@ from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
 from ...base.micro_batch_tree import odd_part
+from ...base.module_protocol import fusion_lends_memory
 from ...comm import streams
-from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
@@ -100,10 +100,10 @@ def resolve_settings(
         _check_replicated(ddp_config, config, module, finish_in_backward)
     # A training forward of such a module, as of BatchNorm, changes its buffers by its own batch.
     has_statistics = any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
-    # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
-    # a config of another library True says that layers add to ``main_grad`` themselves.
+    # Layers compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In a config of another
+    # library, as Megatron-LM's, True says that layers add to ``main_grad`` themselves.
     is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
-    is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
+    adds_itself = hasattr(config, "gradient_accumulation_fusion") and not fusion_lends_memory(config)
     is_fsdp2 = engine is EngineKind.FSDP2
     overlaps_grads, overlaps_params = _overlaps(ddp_config, module, groups)
     settings = Settings(
@@ -114,7 +114,7 @@ def resolve_settings(
         overlap_grad_reduce=overlaps_grads,
         overlap_param_gather=overlaps_params,
         lend_gradients=is_fused,
-        layers_add_gradients=is_fused and is_of_another,
+        layers_add_gradients=is_fused and adds_itself,
         finish_in_backward=finish_in_backward,
     )
     if not isinstance(ddp_config, FullyShardedDataParallelConfig):
@@ -292,7 +292,7 @@ def _reorderings(config: Any, ddp_config: DistributedDataParallelConfig, pieces:
     """Yields the settings that add gradients in another order, or round in between."""
     if getattr(ddp_config, "collectives", "auto") == "torch":
         yield "collectives='torch' leaves the order of additions to the backend; set collectives='auto'"
-    if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
+    if getattr(config, "gradient_accumulation_fusion", False) and not fusion_lends_memory(config):
         yield (
             "gradient_accumulation_fusion in this config says that layers add into main_grad themselves; set "
             "gradient_accumulation_fusion=False"

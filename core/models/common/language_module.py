@@ -7,7 +7,8 @@ import torch
 from ... import tensor_parallel
 from ...base.errors import ConfigError
 from ...base.megatron_names import refuse
-from ...process_groups_config import ProcessGroupCollection, check_same_groups
+from ...parallel_state import check_same_groups
+from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import linear_cross_entropy
 from ...tensor_parallel.groups import Group, resolve_group
 from ...tensor_parallel.layers import ColumnParallelLinear, Output
@@ -38,8 +39,7 @@ class LanguageModule(MegatronModule):
         A token with label -100 has loss zero.
         """
         labels = labels.transpose(0, 1).contiguous()
-        loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
-        return batch_first(loss)
+        return batch_first(tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group))
 
 
 class LinearCrossEntropyModule(ColumnParallelLinear):

@@ -15,13 +15,6 @@ MUTATIONS = (
         ("tests/unit/base/test_micro_batch_tree.py",),
     ),
     Mutation(
-        "a rank that failed to join a group names its next groups as its second ones",
-        "core.base.default_group.init_process_group",
-        r"    _reset_group_names\(\)",
-        "    pass",
-        ("tests/unit/base/test_default_group.py::test_a_failed_attempt_to_join_leaves_the_names_of_groups",),
-    ),
-    Mutation(
         "host memory is lent again while a view of it lives",
         "core.base.host_memory.LentMemory.take",
         r"part\[2\]\(\) is not None",
@@ -30,8 +23,8 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters of PEFT start as layers where the model was on meta",
-        "core.base.foreign_initialization.ModuleToFill.resets",
-        r"adapters, name, True\) for name in self\.module\.r\]",
+        "core.base.foreign_initialization._resets",
+        r"adapters, name, True\) for name in foreign\.module\.r\]",
         "adapters, name, True) for name in ()]",
         ("tests/unit/distributed/test_hugging_face_experts.py::test_adapters_train_next_to_experts_over_ranks",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import CONTRACT, FLAT, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
+_GUARDS = "tests/unit/distributed/guards"
 _BUFFERS = "tests/unit/distributed/test_distributed_data_parallel.py"
 _BUCKETS = "tests/unit/distributed/flat/test_bucket.py"
 _SLOTS = "tests/unit/distributed/flat/test_unit.py"
@@ -27,14 +28,28 @@ MUTATIONS = (
     # ---- wrappers
     Mutation(
         "a step without gradients of all ranks is let through",
-        "core.distributed.gradient_state.GradientState.check_may_step",
-        r"if not self\.is_reduced:",
-        "if not self.is_reduced and self.phase is Phase.ZEROED:",
+        "core.distributed.step.Step.check",
+        r"\.get\(self\.phase\)\) is not None:",
+        ".get(self.phase)) is not None and self.phase is not Phase.ACCUMULATING:",
         (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2_overlap]",),
     ),
     Mutation(
+        "a guard is not asked before a reduction",
+        "core.distributed.data_parallel_base._BaseDataParallel.finish_grad_sync",
+        r"guard\.before_reduction\(engine\)",
+        "pass",
+        (f"{_GUARDS}/test_guard.py::test_a_guard_in_the_list_is_asked_at_each_moment",),
+    ),
+    Mutation(
+        "a parameter may be replaced after its model was wrapped",
+        "core.distributed.guards.changed_models.ParametersStay._check",
+        r"if added or removed:",
+        "if False:",
+        (f"{_GUARDS}/test_changed_models.py::test_a_replaced_parameter_is_named_at_the_next_sync",),
+    ),
+    Mutation(
         "the first gradient is not scaled",
-        "core.distributed.data_parallel_base._BaseDataParallel._scale_gradients",
+        "core.distributed.data_parallel_base._scale",
         r"_foreach_mul_\(gradients",
         "_foreach_mul_(gradients[1:]",
         (CONTRACT, _FSDP2),
@@ -195,7 +210,7 @@ MUTATIONS = (
     Mutation(
         "the sum of a global batch over ranks is not made a mean",
         "core.distributed.data_parallel_base._BaseDataParallel.finish_grad_sync",
-        r"self\._scale_gradients\(.*\)",
+        r"_scale\(engine, .*\)",
         "pass",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
@@ -330,7 +345,7 @@ MUTATIONS = (
     Mutation(
         "a backward that raised is forgotten",
         "core.distributed.fsdp2.fsdp2_engine.TorchGradients.recover",
-        r"self\.state\.note_broken\(\)",
+        r"self\.state\.enter\(Phase\.BROKEN\)",
         "pass",
         (f"{OUTSIDE_THE_LOOP}[a_step_goes_on_after_a_backward_that_raised_and_is_made_again-fsdp2]",),
     ),
@@ -346,7 +361,7 @@ MUTATIONS = (
         "core.distributed.model.initial_values.parameter_attributes_kept",
         r"setattr\(parameter, key, value\)",
         "pass",
-        ("tests/unit/optimizer/test_matrix_owners.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
+        ("tests/unit/optimizer/muon/test_matrix_owners.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
     ),
     Mutation(
         "gathered codes have nothing to be unpacked by",
@@ -421,7 +436,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an activation that was written since it was saved is that of before",
-        "core.distributed.model.offloaded_activations._Forward.pack",
+        "core.distributed.model.offloaded_activations._Forward.place",
         r"memory\.dtype, tensor\._version",
         "memory.dtype",
         (f"{_OFFLOADED}::test_a_tensor_written_later_keeps_its_saved_value",),

@@ -9,14 +9,14 @@ _OPTIMIZER = "tests/unit/optimizer/test_optimizer.py"
 _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
 _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
-_MUON = "tests/unit/optimizer/test_muon.py"
-_MUON_OVER_RANKS = "tests/unit/optimizer/test_matrix_owners.py"
+_MUON = "tests/unit/optimizer/muon/test_rule.py"
+_MUON_OVER_RANKS = "tests/unit/optimizer/muon/test_matrix_owners.py"
 _AVERAGED = "tests/unit/optimizer/test_averaged_weights.py"
 
 MUTATIONS = (
     Mutation(
         "ranks round the squares of a global batch's gradient to units of their own",
-        "core.optimizer.clip_grads.GradientStatistics._measure_exactly",
+        "core.optimizer.exact_sums.ExactStatistics.measure",
         r"all_reduce_by_backend\(of_part, .*\)",
         "pass",
         (f"{REPRODUCIBLE}[8 micro-batches-fsdp2-2]",),
@@ -117,42 +117,42 @@ MUTATIONS = (
     ),
     Mutation(
         "Muon updates queries, keys and values as one matrix",
-        "core.optimizer.matrices.matrices_of",
+        "core.optimizer.muon.matrices.matrices_of",
         "fused is not None and is_split",
         "False",
-        ("tests/unit/optimizer/test_matrices.py",),
+        ("tests/unit/optimizer/muon/test_matrices.py",),
     ),
     Mutation(
         "Muon leaves a matrix of one row to AdamW",
-        "core.optimizer.matrices._reason_against",
+        "core.optimizer.muon.builder._reason_against",
         r"p\.param\.ndim < 2",
         "min(p.param.shape) < 2",
         (f"{_MUON_OVER_RANKS}::test_a_matrix_of_one_row_on_four_ranks_is_updated",),
     ),
     Mutation(
         "a rank orthogonalizes the rows that it holds",
-        "core.optimizer.matrix_owners.MatrixOwners.take",
+        "core.optimizer.muon.matrix_owners.MatrixOwners.take",
         r"if part\.matrix not in matrices",
         "if True",
         (f"{_MUON_OVER_RANKS}::test_every_wrapper_equals_one_process",),
     ),
     Mutation(
         "Muon's update is made twice in a step",
-        "core.optimizer.muon._descend",
+        "core.optimizer.muon.rule._descend",
         "alpha=-step",
         "alpha=-2 * step",
         (_MUON,),
     ),
     Mutation(
         "a resumed run begins with owners' momentum of zero",
-        "core.optimizer.muon.Muon._take_momenta",
+        "core.optimizer.muon.rule.Muon._take_momenta",
         r"if not self\._is_shared",
         "if True",
         (f"{_MUON_OVER_RANKS}::test_checkpoint_continues_under_any_wrapper",),
     ),
     Mutation(
         "a step that the device skips moves the momentum",
-        "core.optimizer.muon.Muon._run",
+        "core.optimizer.muon.rule.Muon._run",
         "if self._may_skip else",
         "if False else",
         (f"{_MUON}::test_device_skips_the_step_without_the_host",),
@@ -204,6 +204,6 @@ MUTATIONS = (
         "core.optimizer.distrib_optimizer.get_megatron_optimizer",
         r"stages\.all_gather\((\{.*?\})\)",
         r"[\1]",
-        ("tests/unit/optimizer/test_matrix_owners.py::test_checks_are_of_all_stages",),
+        ("tests/unit/optimizer/muon/test_matrix_owners.py::test_checks_are_of_all_stages",),
     ),
 )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import PROGRAMS_ON_STREAMS, REPRODUCIBLE
 
-_CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
+_CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_on_two_ranks_is_the_step_of_one_process"
 
 LAUNCH = "tests/unit/training/launch/"
 
 MUTATIONS = (
     Mutation(
         "dropout depends on a micro-batch's place on its rank, not in the global batch",
-        "core.training.train_step.train_step",
+        "core.training.train_step._run_batches",
         r"seeds\.enter\(.*\)",
-        "seeds.enter(i)",
+        "seeds.enter(next(numbers[index]))",
         (f"{REPRODUCIBLE}[8 micro-batches-ddp-4]",),
     ),
     Mutation(
@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a machine whose launcher is frozen is waited for",
-        "core.training.launch.lines.Lines.look_at_time",
+        "core.training.launch.lines.Connection.look_at_time",
         r"now - self\._heard_at > SILENCE_S",
         "False",
         (f"{LAUNCH}test_nodes.py::test_a_launcher_that_falls_silent_is_lost",),

@@ -21,7 +21,8 @@ from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, Sha
 from core.base.errors import ConfigError, warn_once
 from core.dist_checkpointing import load_model_state_dict
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
-from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit._quick import needs
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters._adapters import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of
 from tests.unit.distributed._toys import full
@@ -80,7 +81,10 @@ def _params(text: str) -> FSDPParams:
     return FSDPParams(**config.get("fsdp", config))
 
 
-def _trains(names: list[str]) -> None:
+@needs("transformers")
+@on_ranks(2)
+def test_every_shape_of_block_loads_and_trains():
+    names = list(BLOCKS)
     for name in names:
         params = _params(BLOCKS[name])
         model = oumi.prepare_model(hugging_face_model("llama"), params)
@@ -94,11 +98,6 @@ def _trains(names: list[str]) -> None:
             losses.append(loss.item())
         assert losses[1] < losses[0], name
         assert len(oumi.model_state_dict(model, params)) > 10
-
-
-def test_every_shape_of_block_loads_and_trains():
-    pytest.importorskip("transformers")
-    run_distributed(_trains, 2, list(BLOCKS))
 
 
 def _fsdp_units(model: nn.Module) -> int:
@@ -216,15 +215,12 @@ def test_what_a_block_may_not_say(block, message):
         FSDPParams(**block).finalize_and_validate()
 
 
-def _generates() -> None:
+@needs("transformers")
+@on_ranks(2)
+def test_text_is_generated_under_sharding():
     prompt, options = torch.tensor([[2, 3]]), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     expected = hugging_face_model("llama").generate(prompt, **options)
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         block = {"enable_fsdp": True, "sharding_strategy": strategy, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         wrapped = oumi.prepare_model(hugging_face_model("llama"), FSDPParams(**block))
         assert torch.equal(wrapped.module.generate(prompt, **options), expected)
-
-
-def test_text_is_generated_under_sharding():
-    pytest.importorskip("transformers")
-    run_distributed(_generates, 2)

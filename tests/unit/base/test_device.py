@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.base import default_group, device
+from core.base import device
 from core.base.errors import ConfigError
+from core.rendezvous import default_group
 from tests.unit._ranks import fake_world
 
 

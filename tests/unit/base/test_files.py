@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import struct
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,12 @@ from core.base.files import (
     MAX_DEPTH,
     BoundsError,
     brief,
-    check_pickle,
     open_in_place,
     parse_json,
     read_file,
     read_json,
     write_durably,
 )
-
-
-def anything(_module: str, _name: str) -> bool:
-    return True
 
 
 def test_a_file_is_read_up_to_a_size_and_only_where_it_is_a_file(tmp_path: Path):
@@ -99,34 +91,6 @@ def test_json_that_is_as_deep_as_allowed_is_read(tmp_path: Path):
     (tmp_path / "a.json").write_bytes(b"\xff")
     with pytest.raises(BoundsError, match="no UTF-8 text"):
         read_json(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".", "numbers a value 4294967295 after 2 instructions"),
-        (b"\x80\x02N" + b"\x85" * 100_000 + b".", "nested more than 64 deep"),
-        (b"\x80\x02N" + b"q\x00h\x00\x86" * 100_000 + b".", "nested more than 64 deep"),
-        (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".", "expected 4611686018427387904 bytes"),
-        (b"\x80\x04\x8f.", "EMPTY_SET"),
-        (b"\x80\x02)\x81.", "IndexError"),
-        (b"", "pickle exhausted"),
-        (pickle.dumps({"a": (1, 2)})[:-3], "no pickle, or a damaged one"),
-    ],
-)
-def test_a_pickle_asks_for_no_more_than_it_has(data: bytes, said: str):
-    tracemalloc.start()
-    with pytest.raises(BoundsError, match=said):
-        check_pickle(data, anything)
-    assert tracemalloc.get_traced_memory()[1] < 10 * len(data) + (1 << 20)
-    tracemalloc.stop()
-
-
-def test_an_honest_pickle_passes_and_an_unknown_name_does_not():
-    for protocol in range(2, 6):
-        check_pickle(pickle.dumps([{"a": (1, ("b", [2.5, None]))}, Path("x")], protocol), anything)
-    with pytest.raises(BoundsError, match=r"it names 'builtins\.eval'; nothing was run"):
-        check_pickle(b"cbuiltins\neval\n.", lambda module, name: False)
 
 
 def test_a_message_shows_little_of_a_value():

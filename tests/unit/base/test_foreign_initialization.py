@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from core.base.errors import ConfigError
 from core.base.initialization import allocate_meta_tensors, initialize_parameters
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import full
 
 SEED = 5
 
@@ -75,10 +76,7 @@ def _on_meta() -> Model:
 def _filled(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = allocate_meta_tensors(model, "cpu")
     initialize_parameters(model, SEED, only=tensors)
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in [*model.named_parameters(), *model.named_buffers()]
-    }
+    return {name: full(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def test_reset_parameters_fill_each_tensor():
@@ -97,7 +95,11 @@ def test_reset_parameters_fill_each_tensor():
     assert values["around.inner.weight"][4, 2] > 10
 
 
-def _sharded_start(units: bool) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_values_agree_at_every_world_size(world_size):
+    expected = _filled(_on_meta())
+    units = world_size < 3
     torch.manual_seed(dist.get_rank())  # streams apart: initialisation looks at none of them
     before = torch.get_rng_state()
     model = _on_meta()
@@ -109,18 +111,13 @@ def _sharded_start(units: bool) -> dict[str, torch.Tensor]:
     assert torch.equal(torch.get_rng_state(), before)
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.around.inner.weight, DTensor)
-    return values
+    assert values.keys() == expected.keys()
+    assert not [name for name, value in expected.items() if not torch.equal(values[name], value)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_values_agree_at_every_world_size(world_size):
-    expected = _filled(_on_meta())
-    for actual in run_distributed(_sharded_start, world_size, world_size < 3):
-        assert actual.keys() == expected.keys()
-        assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]
-
-
-def _sharded_over_a_cut() -> None:
+@pytest.mark.long
+@on_ranks(4)
+def test_torchs_tensor_parallelism_changes_no_value():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 6))
@@ -129,11 +126,6 @@ def _sharded_over_a_cut() -> None:
     actual = _filled(model)
     expected = _filled(nn.Sequential(nn.Linear(3, 6, device="meta")))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-@pytest.mark.long
-def test_torchs_tensor_parallelism_changes_no_value():
-    run_distributed(_sharded_over_a_cut, 4)
 
 
 class WithHook(nn.Module):
@@ -206,15 +198,12 @@ class Slicing(nn.Module):
         self.inner.weight[0].zero_()
 
 
-def _slices() -> None:
+@on_ranks(2)
+def test_lost_writes_are_refused():
     model = nn.Sequential(Slicing()).to("meta")
     fully_shard(model)
     with pytest.raises(ConfigError, match=r"initialisation of 0 looks at a part of a sharded parameter"):
         _filled(model)
-
-
-def test_lost_writes_are_refused():
-    run_distributed(_slices, 2)
 
 
 def test_parents_do_not_reset_filled_modules():

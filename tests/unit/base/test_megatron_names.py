@@ -14,8 +14,9 @@ from core import parallel_state, utils
 from core.base.errors import ConfigError, ParallelConfigError, ParallelStateError
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.enums import ModelType
+from core.parallel_state import check_same_groups
 from core.pipeline_parallel import forward_backward_pipelining_without_interleaving, get_forward_backward_func
-from core.process_groups_config import ProcessGroupCollection, check_same_groups
+from core.process_groups_config import ProcessGroupCollection
 from core.transformer import Float16Module, MegatronModule, TransformerConfig
 from core.transformer.module import mark_keep_in_fp32
 from tests.unit._ranks import fake_world

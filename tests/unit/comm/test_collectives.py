@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from core.comm import collectives
 from core.comm.gloo import Sum
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.comm._sums import SHARD, WHAT, addend_of, sum_of
 from tests.unit.distributed._toys import CountedTraffic
 
 
-def _means_and_accumulates() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks("world_size")
+def test_reduction_mean_scale_and_accumulate(world_size):
     size, rank = dist.get_world_size(), dist.get_rank()
     expected = sum_of(size, torch.float32, torch.float32).chunk(size)[rank]
     output = torch.ones(SHARD)
@@ -30,11 +32,8 @@ def _means_and_accumulates() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_reduction_mean_scale_and_accumulate(world_size):
-    run_distributed(_means_and_accumulates, world_size)
-
-
-def _gathers() -> None:
+@on_ranks("world_size")
+def test_all_gather_puts_parts_in_rank_order(world_size):
     size, rank = dist.get_world_size(), dist.get_rank()
     for in_place in (True, False):
         output = torch.zeros(size * SHARD)
@@ -44,12 +43,8 @@ def _gathers() -> None:
         assert torch.equal(output, torch.arange(1.0, size + 1).repeat_interleave(SHARD))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_gather_puts_parts_in_rank_order(world_size):
-    run_distributed(_gathers, world_size)
-
-
-def _all_reduces() -> None:
+@on_ranks(4)
+def test_all_reduce_is_bitwise_on_all_ranks():
     for dtype, length in product((torch.float32, torch.bfloat16), (4 * SHARD, 4 * SHARD - 3, 3)):
         addend, expected = addend_of(dist.get_rank(), 4, dtype)[:length], 0.25 * sum_of(4, dtype, dtype)[:length]
         for of_four in (Sum(scale=0.25), Sum(op=dist.ReduceOp.AVG)):
@@ -58,11 +53,10 @@ def _all_reduces() -> None:
             assert torch.equal(actual, expected), (dtype, length, of_four)
 
 
-def test_all_reduce_is_bitwise_on_all_ranks():
-    run_distributed(_all_reduces, 4)
-
-
-def _sent_bytes() -> list[int]:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_bytes_sent_equal_ideal_ring(world_size):
+    one_way = (world_size - 1) * SHARD * 4  # (n - 1) / n of the buffer
     size = dist.get_world_size()
     whole = addend_of(dist.get_rank(), size, torch.float32)
     own = whole.chunk(size)[dist.get_rank()]
@@ -75,10 +69,4 @@ def _sent_bytes() -> list[int]:
         with CountedTraffic() as traffic:
             run()
         counts.append(traffic.sent_bytes)
-    return counts
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_sent_equal_ideal_ring(world_size):
-    one_way = (world_size - 1) * SHARD * 4  # (n - 1) / n of the buffer
-    assert run_distributed(_sent_bytes, world_size) == [[one_way, one_way, 2 * one_way]] * world_size
+    assert counts == [one_way, one_way, 2 * one_way]

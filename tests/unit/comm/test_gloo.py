@@ -14,7 +14,7 @@ import torch.distributed as dist
 from core.comm import collectives, gloo
 from core.comm.gloo import Sum
 from core.distributed import finalize_model_grads
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.comm._sums import SHARD, WHAT, added_in_pairs, addend_of, sum_of
 from tests.unit.distributed._toys import batches, build, gradients, loss_of, toy
 
@@ -34,18 +34,15 @@ def _scatters(dtype: torch.dtype, in_place: bool, chunk_bytes: int) -> None:
             assert torch.equal(whole.chunk(size)[part], before.chunk(size)[part])
 
 
-def _scatters_each(chunk_bytes: int) -> None:
+@pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
+@on_ranks("world_size")
+def test_reduce_scatter_adds_in_one_order(world_size: int, chunk_bytes: int):
     for dtype, in_place in product((torch.float32, torch.float64, torch.bfloat16), (True, False)):
         _scatters(dtype, in_place, chunk_bytes)
 
 
-@pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
-def test_reduce_scatter_adds_in_one_order(world_size: int, chunk_bytes: int):
-    run_distributed(_scatters_each, world_size, chunk_bytes)
-
-
-def _inboxes_of_reductions() -> list[tuple[int, int]]:
-    """Returns address and bytes of what each of several reductions received into, the largest first."""
+@on_ranks(2)
+def test_reductions_of_any_size_and_dtype_reuse_memory():
     gloo._idle_inboxes.clear()
     actual = []
     for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):
@@ -53,13 +50,8 @@ def _inboxes_of_reductions() -> list[tuple[int, int]]:
         collectives.reduce_scatter(whole.chunk(2)[dist.get_rank()], whole, dist.group.WORLD, what=WHAT)
         (saved,) = gloo._idle_inboxes
         actual.append((saved.data_ptr(), saved.numel()))
-    return actual
-
-
-def test_reductions_of_any_size_and_dtype_reuse_memory():
-    for inboxes in run_distributed(_inboxes_of_reductions, 2):
-        assert len(set(inboxes)) == 1
-        assert inboxes[0][1] == 2 * gloo.CHUNK_BYTES
+    assert len(set(actual)) == 1
+    assert actual[0][1] == 2 * gloo.CHUNK_BYTES
 
 
 def test_inbox_memory_is_exclusive_and_not_reused_after_an_error():
@@ -81,7 +73,10 @@ def test_inputs_reveal_order_and_precision():
     assert not torch.equal(rounded, sum_of(4, torch.bfloat16, torch.float32))
 
 
-def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
+@pytest.mark.parametrize("directly", [True, False], ids=["direct exchange", "all-to-all and a local sum"])
+@pytest.mark.parametrize(("size", "order"), [(4, ((0, 2), (1, 3))), (6, ((0, 3), (1, 4), (2, 5)))])
+@on_ranks("size")
+def test_reduction_follows_sum_order(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
     size, rank = dist.get_world_size(), dist.get_rank()
     addends = [addend_of(other, size, torch.float32) for other in range(size)]
     expected = added_in_pairs([added_in_pairs([addends[i] for i in members]) for members in order])
@@ -93,12 +88,6 @@ def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
         collectives.all_reduce(uneven, dist.group.WORLD, Sum(order=order), what=WHAT)
     assert torch.equal(output, expected.chunk(size)[rank])
     assert torch.equal(uneven, expected[:-1])
-
-
-@pytest.mark.parametrize("directly", [True, False], ids=["direct exchange", "all-to-all and a local sum"])
-@pytest.mark.parametrize(("size", "order"), [(4, ((0, 2), (1, 3))), (6, ((0, 3), (1, 4), (2, 5)))])
-def test_reduction_follows_sum_order(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
-    run_distributed(_sums_in_order, size, order, directly)
 
 
 TRAINED: list[tuple[str, dict[str, Any]]] = [*((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))]

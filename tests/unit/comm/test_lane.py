@@ -32,7 +32,7 @@ from core.comm.record import record_of
 from tests.unit._lane import called_before_waiting
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import JOB_LIMIT_S, reach, run_distributed, wait_for
+from tests.unit._spawn import JOB_LIMIT_S, on_ranks, reach, run_distributed, wait_for
 from tests.unit.comm.test_record import Event, enqueue
 
 CPU = torch.device("cpu")
@@ -254,14 +254,11 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
     return str(caught.value)
 
 
-def _late_by_an_event_of_ours() -> str:
+@on_ranks(1)
+def test_late_collective_behind_long_work_is_named() -> None:
     event = Event()
     with mock.patch.object(streams, "record_event", lambda: event):
-        return _late_and_then_over(torch.tensor([1.0, 2.0]), lambda: None, lambda: setattr(event, "done", True))
-
-
-def test_late_collective_behind_long_work_is_named() -> None:
-    (message,) = run_distributed(_late_by_an_event_of_ours, 1)
+        message = _late_and_then_over(torch.tensor([1.0, 2.0]), lambda: None, lambda: setattr(event, "done", True))
     assert re.search(r"timed out waiting 450ms for the device to end all-reduce \d+", message)
 
 

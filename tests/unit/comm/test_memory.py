@@ -19,7 +19,7 @@ from core.comm import collectives
 from core.comm.record import record_of
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._rounding import assert_same
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import batches, build, gradients, loss_of, oracle, toy
 
 CPU = torch.device("cpu")
@@ -41,7 +41,8 @@ class _Backend:
         return torch.full((numel,), 3.0, dtype=dtype, device=device)
 
 
-def _allocates_slots_and_gradients_by_the_backend() -> None:
+@on_ranks(2)
+def test_buffers_are_allocated_by_the_backend():
     allocated, find = list[int](), collectives.allocator
     twins = WeakKeyDictionary[Any, Any]()  # so that the wrapper reduces in a group that has run nothing yet
 
@@ -72,10 +73,6 @@ def _allocates_slots_and_gradients_by_the_backend() -> None:
         assert len(allocated) > slots
     actual = gradients(model)
     assert all(torch.equal(actual[name], value) for name, value in oracle().items())
-
-
-def test_buffers_are_allocated_by_the_backend():
-    run_distributed(_allocates_slots_and_gradients_by_the_backend, 2)
 
 
 def _warns(kind: str) -> list[str]:

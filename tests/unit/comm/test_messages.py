@@ -20,7 +20,7 @@ from core.comm.collectives import (
     exchange,
 )
 from core.comm.messages import as_message, write_back
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda values: values.clone(),
@@ -42,7 +42,8 @@ def _same(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def _move_any_layout() -> None:
+@on_ranks(2)
+def test_layouts_do_not_change_values() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     first, second = _values(0), _values(1)
@@ -57,15 +58,6 @@ def _move_any_layout() -> None:
         assert torch.equal(received, (second, first)[rank]), name
     with pytest.raises(ValueError, match="asynchronous all-reduce of a tensor needs a contiguous tensor"):
         all_reduce_by_backend(own.t(), what="a tensor", async_op=True)
-
-
-def test_layouts_do_not_change_values() -> None:
-    run_distributed(_move_any_layout, 2)
-
-
-def _move_any_dtype(direct: str) -> None:
-    with mock.patch.dict(os.environ, SHARDSTACK_DIRECT_EXCHANGE=direct):
-        _check_dtypes()
 
 
 def _check_dtypes() -> None:
@@ -87,20 +79,19 @@ def _check_dtypes() -> None:
 
 
 @pytest.mark.parametrize("direct", ["1", "0"])
+@on_ranks(2)
 def test_dtypes_that_gloo_does_not_know_travel_as_bytes(direct: str) -> None:
-    run_distributed(_move_any_dtype, 2, direct)
+    with mock.patch.dict(os.environ, SHARDSTACK_DIRECT_EXCHANGE=direct):
+        _check_dtypes()
 
 
-def _broadcast_expanded() -> None:
+@on_ranks(2)
+def test_an_expanded_tensor_is_written_once() -> None:
     memory = torch.zeros(32)
     expanded = memory[:6].fill_(dist.get_rank() + 1.0).expand(4, 6)
     broadcast_by_backend(expanded, what="a tensor")
     assert torch.equal(expanded, torch.ones(4, 6))
     assert not memory[6:].any()  # the memory behind it
-
-
-def test_an_expanded_tensor_is_written_once() -> None:
-    run_distributed(_broadcast_expanded, 2)
 
 
 def _broadcast_into_expanded() -> str:

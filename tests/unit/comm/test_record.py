@@ -15,7 +15,7 @@ from core.comm.call import NUM_CALLS_KEPT, Collective, message_tag, recorded_col
 from core.comm.collectives import all_reduce_by_backend
 from core.comm.record import ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import give_up_soon, run_distributed
+from tests.unit._spawn import give_up_soon, on_ranks, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -165,7 +165,8 @@ def test_ranks_publish_only_when_asked():
             assert store.add(record._answers(question), 0) == 1
 
 
-def _published_after_a_question() -> bool:
+@on_ranks(2)
+def test_ranks_publish_their_records_once_one_asks():
     group = dist.new_group()
     with recorded("all-reduce", "the loss", 8, group):
         pass
@@ -173,11 +174,7 @@ def _published_after_a_question() -> bool:
     if dist.get_rank() == 0:
         ask_other_ranks()
     dist.barrier(group)
-    return record.read_published(record_of(group), 1 - dist.get_rank()) is not None
-
-
-def test_ranks_publish_their_records_once_one_asks():
-    assert run_distributed(_published_after_a_question, 2) == [True, True]
+    assert record.read_published(record_of(group), 1 - dist.get_rank()) is not None
 
 
 def test_enqueued_collective_is_not_over() -> None:

@@ -12,6 +12,7 @@ from core.base.errors import DataError
 from core.datasets import sample_index
 from core.datasets.sample_index import Arrays, build_indices, load_or_build, locate_samples
 from tests._forked import FORKED
+from tests.unit.dist_checkpointing._pieces import Bomb
 
 
 def _walk(lengths: list[int], order: list[int], sequence_length: int) -> list[tuple[int, int]]:
@@ -137,16 +138,8 @@ def _pickle_instead(entry: Path) -> None:
     np.save(entry / "b.npy", np.array([{"x": 1}], dtype=object), allow_pickle=True)
 
 
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def _hostile_pickle_instead(entry: Path) -> None:
-    (entry / "b.npy").write_bytes(pickle.dumps(_Hostile(entry.parent / "executed")))
+    (entry / "b.npy").write_bytes(pickle.dumps(Bomb(entry.parent / "executed")))
 
 
 def _remove(entry: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from core.base.errors import CheckpointError, UnitError
 from core.diagnostics import failures_explained
 from core.dist_checkpointing import load_model_state_dict
-from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import Block, batches, build, full, loss_of, toy
 
 WAYS_OUT = (
@@ -50,10 +50,6 @@ def _message(model: Any, *args: Any) -> str:
     return str(caught.value)
 
 
-def _reads_outside(how: str) -> str:
-    return _message(build("fsdp2", _Reads(how), unit_classes=(Block,)), torch.ones(2, 7))
-
-
 @pytest.mark.parametrize(
     ("how", "parameter", "unit", "code"),
     [
@@ -63,24 +59,22 @@ def _reads_outside(how: str) -> str:
         ("gain", "blocks.0.gain", "blocks.0", "return self.blocks[0](x) + x * self.blocks[0].gain"),
     ],
 )
+@on_ranks(2)
 def test_a_forward_that_reads_another_units_weight_names_it(how, parameter, unit, code):
-    for message in run_distributed(_reads_outside, 2, how):
-        assert message.startswith(f"parameter {parameter} was used outside the forward of its unit, {unit}, where")
-        assert f"in forward: {code})" in message
-        assert all(way in message for way in WAYS_OUT)
+    message = _message(build("fsdp2", _Reads(how), unit_classes=(Block,)), torch.ones(2, 7))
+    assert message.startswith(f"parameter {parameter} was used outside the forward of its unit, {unit}, where")
+    assert f"in forward: {code})" in message
+    assert all(way in message for way in WAYS_OUT)
 
 
-def _calls_a_method_of_a_module_inside() -> str:
+@on_ranks(1)
+def test_a_call_past_the_wrapper_is_explained_inside_the_context():
     model = build("fsdp2", toy(), config=SimpleNamespace())
     with pytest.raises(RuntimeError, match="mixed"):
         model.module.blocks[0].up(torch.ones(2, 7))  # calls that bypass the wrapper are not watched
     with pytest.raises(UnitError) as caught, failures_explained(model):
         model.module.blocks[0].up(torch.ones(2, 7))
-    return str(caught.value)
-
-
-def test_a_call_past_the_wrapper_is_explained_inside_the_context():
-    message = run_distributed(_calls_a_method_of_a_module_inside, 1)[0]
+    message = str(caught.value)
     assert message.startswith("parameter blocks.0.up.weight was used outside the forward of its unit, blocks.0, where")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 from core import parallel_state
 from core.dist_checkpointing import flat_range_view, model_state_dict
-from tests.unit._spawn import run_distributed
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
 
@@ -101,9 +100,11 @@ def state_of(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]
     return model, state
 
 
-def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
-    """Calls `fn(*args)` on that many ranks; in this process where one is enough."""
-    if world_size == 1:
-        fn(*args)
-    else:
-        run_distributed(fn, world_size, *args)
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.path), "w"))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from core import parallel_state
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load, save, saving
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
 
 
@@ -66,7 +66,9 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path, moment, message):
     assert {path.name for path in tmp_path.iterdir()} == {"old", "latest"}
 
 
-def _per_rank_round_trip(directory: str) -> None:
+@on_ranks(2)
+def test_a_rank_can_keep_tensors_of_its_own(tmp_path):
+    directory = str(tmp_path / "it")
     mine = f"rng.rank{dist.get_rank()}"
     save({mine: torch.tensor([dist.get_rank() + 1]), "w": torch.ones(2)}, directory, metadata={})
     read = {mine: torch.tensor([0]), "w": torch.zeros(2)}
@@ -78,16 +80,10 @@ def _per_rank_round_trip(directory: str) -> None:
         load(read, directory)
 
 
-def test_a_rank_can_keep_tensors_of_its_own(tmp_path):
-    run_distributed(_per_rank_round_trip, 2, str(tmp_path / "it"))
-
-
-def _saves_a_bare_piece(directory: str) -> None:
+@on_ranks(2)
+def test_a_bare_tensor_parallel_piece_is_not_taken_for_the_whole(tmp_path):
+    directory = str(tmp_path / "it")
     parallel_state.initialize_model_parallel(2)
     model = toy("tp2", filled=True)
     with pytest.raises(CheckpointError, match=r"columns\.weight is one tensor-parallel rank's piece"):
         save(dict(model.named_parameters()), directory, metadata={})
-
-
-def test_a_bare_tensor_parallel_piece_is_not_taken_for_the_whole(tmp_path):
-    run_distributed(_saves_a_bare_piece, 2, str(tmp_path / "it"))

@@ -17,7 +17,7 @@ from core.base.errors import CheckpointError, ParallelConfigError
 from core.dist_checkpointing import flat_range_view, global_shape, global_view, load, local_slices, local_tensor, save
 from core.dist_checkpointing.global_view import boxes_of_range
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole as gathered
 from tests.unit.dist_checkpointing._pieces import mark, tp_piece
 
@@ -83,7 +83,8 @@ def test_pieces_are_at_their_global_offsets_on_four_ranks(tp_size, replicas):
     run_distributed(_check_layouts, 4, tp_size, replicas)
 
 
-def _check_placements() -> None:
+@on_ranks(2)
+def test_tp_is_the_outer_axis_and_parallel_state_owns_meshes():
     parallel_state.initialize_model_parallel(2)
     param = _fsdp_piece(_whole(6, 4), 1, parallel_state.get_data_parallel_mesh())
     view = global_view(param)
@@ -103,11 +104,8 @@ def _check_placements() -> None:
     assert global_view(again).device_mesh.get_group("tp") is parallel_state.get_tensor_model_parallel_group()
 
 
-def test_tp_is_the_outer_axis_and_parallel_state_owns_meshes():
-    run_distributed(_check_placements, 2)
-
-
-def _uses_no_collective() -> list[str]:
+@on_ranks(2)
+def test_a_view_needs_no_other_rank():
     parallel_state.initialize_model_parallel(2)
     param = _fsdp_piece(_whole(6, 4), 0, parallel_state.get_data_parallel_mesh())
     if dist.get_rank() == 1:  # the other rank never comes: a collective here would wait for it
@@ -118,11 +116,8 @@ def _uses_no_collective() -> list[str]:
     return []
 
 
-def test_a_view_needs_no_other_rank():
-    run_distributed(_uses_no_collective, 2)
-
-
-def _refusals() -> list[str]:
+@on_ranks(2)
+def test_cuts_that_no_view_describes_are_refused():
     parallel_state.initialize_model_parallel(2)
     messages = []
     interleaved = tp_piece(_whole(4, 2), 0)
@@ -133,11 +128,7 @@ def _refusals() -> list[str]:
         with pytest.raises(ParallelConfigError) as caught:
             global_view(param, tensor)
         messages.append(str(caught.value))
-    return messages
-
-
-def test_cuts_that_no_view_describes_are_refused():
-    stride, dim, shape = run_distributed(_refusals, 2)[0]
+    stride, dim, shape = messages
     assert "partition_stride=2" in stride
     assert "partition_dim=-1" in dim
     assert "(3,)" in shape
@@ -203,7 +194,9 @@ def test_the_view_is_the_whole_tensor_and_shares_storage():
             flat_range_view(param, wrong, start)
 
 
-def _gathered(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@on_ranks(3)
+def test_a_range_is_gathered_bit_by_bit_with_replicas(dtype):
     """Three ranks: the first two have a part each, and the last is a replica of the second."""
     values = torch.tensor([[4e4, -0.0, 0.1], [float("nan"), float("inf"), -1.0]]).to(dtype)
     start, end = [(0, 2), (2, 6), (2, 6)][dist.get_rank()]
@@ -217,11 +210,6 @@ def _gathered(dtype: torch.dtype) -> None:
     assert gathered(flat_range_view(empty, torch.zeros(0, dtype=dtype), 0)).shape == (0, 3)
     kept = torch.full((int(end > 2),), 0.1, dtype=dtype)
     assert torch.equal(gathered(flat_range_view(scalar, kept, 0)), torch.tensor(0.1, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_range_is_gathered_bit_by_bit_with_replicas(dtype):
-    run_distributed(_gathered, 3, dtype)
 
 
 def test_a_tensor_without_elements_keeps_its_name(tmp_path: Path):

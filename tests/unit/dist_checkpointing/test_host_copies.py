@@ -21,7 +21,7 @@ from core.dist_checkpointing.agreement import offers
 from core.dist_checkpointing.copy_files import encode_mark, write_mark
 from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,53 @@ def _step_after(roots: list[Path], nodes: list[int]) -> int | None:
     return metadata["step"]
 
 
-def _loses(folder: str) -> None:
+@on_ranks(3)
+def test_what_is_fetched_takes_the_place_of_a_version(tmp_path):
+    rank, counts, made = dist.get_rank(), [], copy_files.make_file
+    root = Path(tmp_path, f"node{rank}")
+    expected = {f"rank{other}": torch.full((3,), 20.0 + other) for other in range(3)} | {"all": torch.full((5,), 2.0)}
+    copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, rank)
+    copies.start(_state(2), {"step": 2}, 2)
+    copies.close()
+    copies.wait()
+    dist.barrier()
+
+    def count(path, num_bytes, *, has_memory):
+        if has_memory:
+            counts.append(len({path.parent for path in root.rglob("*.bin")}))
+        made(path, num_bytes, has_memory=has_memory)
+
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    with mock.patch.object(copy_files, "make_file", count):
+        newest, _ = fetch_newest(root, lambda: loaded, rank)
+    assert load(loaded, newest)["step"] == 2
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
+    assert max(counts) == 1
+
+
+@on_ranks(2)
+def test_a_recovery_keeps_two_versions_at_most(tmp_path):
+    counts, made = [], copy_files.make_file
+
+    def count(path, *size):
+        counts.append(len({path.parent for path in Path(tmp_path).rglob("rank_*.bin")} | {path.parent}))
+        made(path, *size)
+
+    with mock.patch.object(copy_files, "make_file", count):
+        for first in (1, 2):
+            copies = HostCopies(Path(tmp_path), first, _state(first), {"step": first}, first)
+            copies.start(_state(first + 1), {"step": first + 1}, first + 1)
+            copies.close()
+            dist.barrier()
+            newest, _ = fetch_newest(Path(tmp_path), lambda: _state(0))
+            assert load(_state(0), newest)["step"] == first + 1
+            dist.barrier()
+    assert max(counts) == 2
+
+
+@on_ranks(4)
+def test_either_machine_may_be_lost(tmp_path):
+    folder = str(tmp_path)
     rank, nodes = dist.get_rank(), [0, 0, 1, 1]
     roots = [Path(folder, f"node{node}") for node in nodes]
     copies = HostCopies(roots[rank], 1, _state(1), {"step": 1}, 1, nodes[rank])
@@ -90,61 +136,6 @@ def _loses(folder: str) -> None:
         (damaged.parent.parent / "version_0" / "rank_00000.json").unlink()
     dist.barrier()
     assert _step_after(roots, nodes) is None
-
-
-def _counts_versions(folder: str) -> int:
-    """Returns how many versions there are at most while copies of a second generation are made."""
-    counts, made = [], copy_files.make_file
-
-    def count(path, *size):
-        counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {path.parent}))
-        made(path, *size)
-
-    with mock.patch.object(copy_files, "make_file", count):
-        for first in (1, 2):
-            copies = HostCopies(Path(folder), first, _state(first), {"step": first}, first)
-            copies.start(_state(first + 1), {"step": first + 1}, first + 1)
-            copies.close()
-            dist.barrier()
-            newest, _ = fetch_newest(Path(folder), lambda: _state(0))
-            assert load(_state(0), newest)["step"] == first + 1
-            dist.barrier()
-    return max(counts)
-
-
-def _counts_versions_while_fetching(folder: str) -> int:
-    rank, counts, made = dist.get_rank(), [], copy_files.make_file
-    root = Path(folder, f"node{rank}")
-    expected = {f"rank{other}": torch.full((3,), 20.0 + other) for other in range(3)} | {"all": torch.full((5,), 2.0)}
-    copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, rank)
-    copies.start(_state(2), {"step": 2}, 2)
-    copies.close()
-    copies.wait()
-    dist.barrier()
-
-    def count(path, num_bytes, *, has_memory):
-        if has_memory:
-            counts.append(len({path.parent for path in root.rglob("*.bin")}))
-        made(path, num_bytes, has_memory=has_memory)
-
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    with mock.patch.object(copy_files, "make_file", count):
-        newest, _ = fetch_newest(root, lambda: loaded, rank)
-    assert load(loaded, newest)["step"] == 2
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
-    return max(counts)
-
-
-def test_what_is_fetched_takes_the_place_of_a_version(tmp_path):
-    assert run_distributed(_counts_versions_while_fetching, 3, str(tmp_path)) == [1, 1, 1]
-
-
-def test_a_recovery_keeps_two_versions_at_most(tmp_path):
-    assert run_distributed(_counts_versions, 2, str(tmp_path)) == [2, 2]
-
-
-def test_either_machine_may_be_lost(tmp_path):
-    run_distributed(_loses, 4, str(tmp_path))
 
 
 def _rewritten(change, path: Path) -> None:
@@ -209,14 +200,15 @@ def _copies_of_two_steps(root: Path, node: int = 0) -> HostCopies:
     return copies
 
 
-def _reads_damaged(folder: str) -> list[tuple[str, str, int | None, list[str]]]:
-    _copies_of_two_steps(Path(folder, "whole")).close()
+@on_ranks(2)
+def test_what_is_damaged_is_named_and_absent_on_all_ranks(tmp_path):
+    _copies_of_two_steps(Path(tmp_path, "whole")).close()
     found = []
     for file, ways in DAMAGE.items():
         for number, (name, damage) in enumerate(ways.items()):
-            root = Path(folder, f"{file.replace('/', '-')}-{number}")
+            root = Path(tmp_path, f"{file.replace('/', '-')}-{number}")
             if dist.get_rank() == 0:
-                shutil.copytree(Path(folder, "whole"), root)
+                shutil.copytree(Path(tmp_path, "whole"), root)
                 damage(root / "generation_00001" / file)
             dist.barrier()
             loaded = {name: torch.zeros_like(tensor) for name, tensor in _state(0).items()}
@@ -224,14 +216,9 @@ def _reads_damaged(folder: str) -> list[tuple[str, str, int | None, list[str]]]:
             step = load(loaded, newest)["step"] if newest is not None else None
             assert step is None or all(torch.equal(tensor, loaded[n]) for n, tensor in _state(step).items())
             found.append((file, name, step, [str(Path(path).relative_to(root)) for path in damaged]))
-    return found
-
-
-def test_what_is_damaged_is_named_and_absent_on_all_ranks(tmp_path):
-    for found in run_distributed(_reads_damaged, 2, str(tmp_path)):
-        for file, name, step, damaged in found:
-            assert step == (None if file == "plan.json" else 1), (file, name)
-            assert f"generation_00001/{file}" in damaged, (file, name)
+    for file, name, step, damaged in found:
+        assert step == (None if file == "plan.json" else 1), (file, name)
+        assert f"generation_00001/{file}" in damaged, (file, name)
 
 
 def _full_when(rank: int, is_full):
@@ -341,11 +328,11 @@ def _full(calls: int):
     return mock.patch.object(os, "posix_fallocate", allocate)
 
 
-def _has_no_room(folder: str) -> list[int | None]:
-    """Makes the copies of a second generation, whose first version, and then second version, does not fit."""
+@on_ranks(2)
+def test_what_was_loaded_stays_where_new_copies_do_not_fit(tmp_path):
     steps = []
     for number, calls in enumerate((1, 2)):
-        root = Path(folder, str(number))
+        root = Path(tmp_path, str(number))
         _copies_of_two_steps(root).close()
         assert _step_after([root] * 2, [0, 0]) == 2
         with _full(calls), pytest.raises(CheckpointError, match=r"no memory for \d+ bytes of copies \(No space left"):
@@ -355,16 +342,12 @@ def _has_no_room(folder: str) -> list[int | None]:
         assert left == [["generation_00001/version_1"], ["generation_00002/version_0"]][number]
         dist.barrier()
         steps.append(_step_after([root] * 2, [0, 0]))
-    return steps
+    assert steps == [2, 2]
 
 
-def test_what_was_loaded_stays_where_new_copies_do_not_fit(tmp_path):
-    assert run_distributed(_has_no_room, 2, str(tmp_path)) == [[2, 2]] * 2
-
-
-def _reads_with_full_memory(folder: str) -> tuple[int | None, bool, list[str]]:
-    """Loads when there is room for the index only without the other version, and when nothing can be fetched."""
-    rank, root = dist.get_rank(), Path(folder, "one")
+@on_ranks(2)
+def test_copies_are_read_where_the_memory_is_full(tmp_path):
+    rank, root = dist.get_rank(), Path(tmp_path, "one")
     _copies_of_two_steps(root).close()
 
     def write(path, text, written=host_copies.write_durably):
@@ -375,7 +358,7 @@ def _reads_with_full_memory(folder: str) -> tuple[int | None, bool, list[str]]:
     with mock.patch.object(host_copies, "write_durably", write):
         step = _step_after([root] * 2, [0, 0])
     dist.barrier()
-    roots = [Path(folder, f"node{node}") for node in range(2)]
+    roots = [Path(tmp_path, f"node{node}") for node in range(2)]
     _copies_of_two_steps(roots[rank], rank).close()
     dist.barrier()
     if rank == 1:
@@ -383,10 +366,5 @@ def _reads_with_full_memory(folder: str) -> tuple[int | None, bool, list[str]]:
     dist.barrier()
     with _full(0):
         newest, unread = fetch_newest(roots[rank], lambda: _state(0), rank)
-    return step, newest is None, unread
-
-
-def test_copies_are_read_where_the_memory_is_full(tmp_path):
-    for step, is_none, unread in run_distributed(_reads_with_full_memory, 2, str(tmp_path)):
-        assert (step, is_none, len(unread)) == (2, True, 1)
-        assert "No space left" in unread[0]
+    assert (step, newest, len(unread)) == (2, None, 1)
+    assert "No space left" in unread[0]

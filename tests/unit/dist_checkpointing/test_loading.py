@@ -23,8 +23,8 @@ from core.dist_checkpointing import (
     save,
     saving,
 )
-from tests.unit._spawn import run_distributed
-from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, state_of, toy, whole
+from tests.unit._spawn import run_anywhere, run_distributed
+from tests.unit.dist_checkpointing._pieces import SHAPES, state_of, toy, whole
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
@@ -76,7 +76,7 @@ ON_FOUR: list[Layout] = [(4, "tp2 fsdp"), (4, "hybrid"), (4, "flat"), (4, "tp2 f
 
 
 def _round_trips(writer: Layout, readers: list[Layout], folder: Path) -> None:
-    on_ranks(_write, *writer, str(folder))
+    run_anywhere(_write, *writer, str(folder))
     # of what several ranks hold, one has written: the files hold each element once
     elements = sum(torch.Size(shape).numel() for shape, _ in SHAPES.values())
     pieces = [
@@ -86,7 +86,7 @@ def _round_trips(writer: Layout, readers: list[Layout], folder: Path) -> None:
     ]
     assert sum(num_bytes for *_, num_bytes, _ in pieces) == 4 * elements + 8  # the buffer is one int64
     for ranks in sorted({ranks for ranks, _ in readers}):
-        on_ranks(_read, ranks, [layout for of, layout in readers if of == ranks], str(folder))
+        run_anywhere(_read, ranks, [layout for of, layout in readers if of == ranks], str(folder))
 
 
 @pytest.mark.parametrize("writer", LAYOUTS, ids=str)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from core import parallel_state
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_model_state_dict, local_slices, local_tensor, model_state_dict
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, toy, whole
 from tests.unit.distributed._toys import build
 
@@ -51,18 +51,19 @@ def test_a_full_dict_fills_a_cut_module_in_place(world, layout):
     run_distributed(_loads_full, world, layout)
 
 
-def _loads_on_one_rank_only() -> None:
+@on_ranks(2)
+def test_a_full_dict_needs_no_other_rank():
     model = toy("fsdp", filled=False)
     if dist.get_rank() == 0:
         load_model_state_dict(model, _full())  # plain values need no other rank
         _check(model)
 
 
-def test_a_full_dict_needs_no_other_rank():
-    run_distributed(_loads_on_one_rank_only, 2)
-
-
-def _loads_sharded(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, "fsdp"), (2, "tp2"), pytest.param(4, "tp2 fsdp", marks=pytest.mark.long)]
+)
+@on_ranks("world")
+def test_sharded_dicts_fill_a_module_in_place(world, layout):
     source = toy(layout, filled=True)
     views = model_state_dict(source)
     own = {name: value.detach() for name, value in source.state_dict().items()}
@@ -77,13 +78,6 @@ def _loads_sharded(layout: str) -> None:
         assert isinstance(views["norm.weight"], DTensor)
         load_model_state_dict(plain, views)
         _check(plain)
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"), [(2, "fsdp"), (2, "tp2"), pytest.param(4, "tp2 fsdp", marks=pytest.mark.long)]
-)
-def test_sharded_dicts_fill_a_module_in_place(world, layout):
-    run_distributed(_loads_sharded, world, layout)
 
 
 def _fails_on_rank_1() -> str:

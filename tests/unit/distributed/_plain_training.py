@@ -2,7 +2,7 @@
 
     python -m tests.unit.distributed._plain_training RANK STORE
 
-Two ranks, which meet in the file STORE, train under every wrapper. Rank 0 prints a line of JSON: the rooms of `core`
+Two ranks, which meet in the file STORE, train under every wrapper. Rank 0 prints a line of JSON: the modules of `core`
 that are loaded, and for each wrapper the names of units and sums of logits after the steps.
 """
 
@@ -79,7 +79,7 @@ def train(config: DistributedDataParallelConfig, rank: int) -> tuple[list[str], 
 def main(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     results = {name: train(config, rank) for name, config in CONFIGS.items()}
-    loaded = {name.split(".")[1] for name in sys.modules if name.startswith("core.")}
+    loaded = {name.removeprefix("core.") for name in sys.modules if name.startswith("core.")}
     if rank == 0:
         print(json.dumps([sorted(loaded), results]), flush=True)
     dist.destroy_process_group()

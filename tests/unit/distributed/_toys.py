@@ -129,6 +129,19 @@ class Stack(nn.Module):
         return x * self.gain
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable one of rank 2 next to it (LoRA, Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
 UNITS = (Block, nn.Embedding, nn.Linear)
 
 
@@ -300,13 +313,17 @@ _isend, _start_all_gather = dist.isend, gloo.start_all_gather
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, str, int, int]]]:
-    """Notes kind, subject, bytes and ranks of each collective over several ranks, on all threads."""
+def recorded_collectives(of: str = "") -> Iterator[list[tuple[str, str, int, int]]]:
+    """Notes kind, subject, bytes and ranks of each collective over several ranks, on all threads.
+
+    Args:
+        of: what the subjects begin with, as "the gradients of".
+    """
     noted: list[tuple[str, str, int, int]] = []
     collective = CollectiveRecord.collective
 
     def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int, **options: Any) -> Collective:
-        if record.num_ranks > 1:
+        if record.num_ranks > 1 and what.startswith(of):
             noted.append((kind, what, num_bytes, record.num_ranks))
         return collective(record, kind, what, num_bytes, **options)
 

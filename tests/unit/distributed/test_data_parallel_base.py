@@ -213,7 +213,7 @@ def test_a_non_finite_gradient_is_named_with_rank_and_step(kind: str) -> None:
     if kind == "fsdp2":  # it looks at reduced shards
         model.finish_grad_sync()
         bad.grad.to_local().fill_(float("nan"))
-        model.engine.gradients.num_steps = 1
+        model.step.number = 1
         reduced = ", reduced over ranks that may each be at fault,"
     else:
         bad.main_grad[dist.get_rank(), 1] = float("inf")

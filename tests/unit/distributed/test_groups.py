@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import parallel_state
+from core import parallel_state, process_groups
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.distributed.groups import find_groups, twin_group
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.process_groups import current
 from core.process_groups_config import ProcessGroupCollection
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import Stack, build
@@ -76,15 +75,15 @@ def test_a_step_does_not_ask_for_the_state_again() -> None:
     module.weight.sequence_parallel = True
     model = wrap_model(module, None, DistributedDataParallelConfig())
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0), [model])
-    groups = current.groups_or_none()
-    current.set_groups(None)  # as if it were another model's
+    groups = process_groups.groups_or_none()
+    process_groups.set_groups(None)  # as if it were another model's
     try:
         model(torch.ones(1, 2) * (dist.get_rank() + 1)).sum().backward()
         finalize_model_grads([model])
         assert torch.equal(model.module.weight.main_grad, torch.full((2, 2), 3.0))
         assert optimizer.step()[1] == 6.0  # which both ranks hold, and one counts
     finally:
-        current.set_groups(groups)
+        process_groups.set_groups(groups)
 
 
 @on_ranks(2)

@@ -21,22 +21,8 @@ from core.distributed import (
     wrap_model,
 )
 from tests.unit._program import load_program
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.training._configs import small_config
-
-
-def _dtypes_that_were_moved() -> list[str]:
-    parallel_state.initialize_model_parallel()
-    moved: set[str] = set()
-    to = nn.Module.to
-
-    def note(module: nn.Module, *args: Any) -> nn.Module:
-        moved.update(str(parameter.dtype) for parameter in module.parameters())
-        return to(module, *args)
-
-    with mock.patch.object(nn.Module, "to", note):
-        load_program("pretrain_gpt").build_model(small_config(bf16=True), 128)
-    return sorted(moved)
 
 
 def _replicas(changes: dict[str, Any]) -> tuple[bool, dict[str, torch.Tensor]]:
@@ -64,8 +50,19 @@ def test_the_first_replica_alone_draws_initial_values(changes: dict[str, Any]) -
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@on_ranks(1)
 def test_a_low_precision_model_is_cast_before_it_moves() -> None:
-    assert run_distributed(_dtypes_that_were_moved, 1) == [[str(torch.bfloat16)]]
+    parallel_state.initialize_model_parallel()
+    moved: set[str] = set()
+    to = nn.Module.to
+
+    def note(module: nn.Module, *args: Any) -> nn.Module:
+        moved.update(str(parameter.dtype) for parameter in module.parameters())
+        return to(module, *args)
+
+    with mock.patch.object(nn.Module, "to", note):
+        load_program("pretrain_gpt").build_model(small_config(bf16=True), 128)
+    assert sorted(moved) == [str(torch.bfloat16)]
 
 
 def test_a_model_fits_if_its_shards_do() -> None:

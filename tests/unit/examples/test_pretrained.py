@@ -23,8 +23,9 @@ from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module
 from examples.gpt.convert import save_weights, settings_of
 from examples.gpt.pretrained import load_pretrained
-from tests.unit._runs import _whole
+from tests.unit._gpt import gpt_of
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import assembled
 from tests.unit.models.gpt.test_hugging_face import build
 
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -48,13 +49,7 @@ def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
     config = build_config(settings | WRAPPERS[wrapper] | {"bf16": True} | changes)
     parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
     torch.manual_seed(9)
-    gpt = GPTModel(
-        config.model,
-        vocab_size=64,
-        max_sequence_length=config.max_sequence_length,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
+    gpt = gpt_of(config.model, True, 64, config.max_sequence_length)
     add_lora(gpt, config.gpt.lora_rank)
     model = wrap_model(gpt if config.use_torch_fsdp2 else Float16Module(config.model, gpt), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
@@ -68,16 +63,16 @@ def _starts(folders: list[Path]) -> list[str]:
     problems = []
     for wrapper, tp, lora_rank in LAYOUTS:
         state, gpt = _state(wrapper, tensor_model_parallel_size=tp, lora_rank=lora_rank)
-        adapters = {name: tensor for name, tensor in _whole(model_state_dict(gpt)).items() if is_adapter(name)}
+        adapters = {name: tensor for name, tensor in assembled(model_state_dict(gpt)).items() if is_adapter(name)}
         for folder in folders:
             for name, tensor in gpt.named_parameters():
                 if not is_adapter(name):
                     tensor.data.zero_()
             load_pretrained(state, folder)
-            low = _whole(model_state_dict(gpt))
+            low = assembled(model_state_dict(gpt))
             masters = {
                 name.removeprefix("master."): tensor
-                for name, tensor in _whole(state.optimizer.state_tensors()).items()
+                for name, tensor in assembled(state.optimizer.state_tensors()).items()
                 if name.startswith("master.")
             }
             where = f"{wrapper}, tp {tp}, rank {lora_rank}, {folder.name}: "
@@ -110,11 +105,11 @@ def _upcycled_starts(folders: list[Path]) -> list[str]:
     ]:
         changes = {"num_moe_experts": 4, "moe_layer_freq": "[0,1]", "tensor_model_parallel_size": tp}
         state, gpt = _state(wrapper, **changes, moe_ffn_hidden_size=20 // pieces)
-        router = _whole(model_state_dict(gpt))["decoder.layers.1.mlp.router.weight"]
+        router = assembled(model_state_dict(gpt))["decoder.layers.1.mlp.router.weight"]
         fresh = router[: 4 // pieces].repeat_interleave(pieces, 0)
         load_pretrained(state, folder, upcycle=pieces)
-        masters = {name.removeprefix("master."): t for name, t in _whole(state.optimizer.state_tensors()).items()}
-        for name, tensor in _whole(model_state_dict(gpt)).items():
+        masters = {name.removeprefix("master."): t for name, t in assembled(state.optimizer.state_tensors()).items()}
+        for name, tensor in assembled(model_state_dict(gpt)).items():
             source = dense.get(name.replace(".experts", ""), fresh)
             copies = source
             if ".experts" in name:

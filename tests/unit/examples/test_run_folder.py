@@ -12,11 +12,11 @@ import pytest
 import run_folder
 from run_folder import STARTED_FILE, run_folder_named
 
-from core.base import default_group
 from core.base.errors import ConfigError
+from core.rendezvous import default_group
 from core.training.config.build import build_config
 from core.training.launch.messages import RUN_STARTED
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "micro_batch_size": 1}
 CONFIG = build_config({**SIZES, "train_iters": 1, "lr": 0.1})
@@ -85,20 +85,17 @@ def test_a_place_for_runs_that_cannot_be_written_is_one_error(alone: Path) -> No
         pass
 
 
-def _survivors(folder: Path) -> None:
+@on_ranks(2)
+def test_survivors_tell_a_new_first_rank_the_folder(tmp_path: Path) -> None:
     """Rank 1 stays, and rank 0 is new and has another disk."""
     rank = run_folder.dist.get_rank()
-    (folder / str(rank)).mkdir()
+    (tmp_path / str(rank)).mkdir()
     restarted = {RUN_STARTED: f"{SECOND}.1", "TORCHELASTIC_RESTART_COUNT": "1"}
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, restarted):
-        patch.chdir(folder / str(rank))
+        patch.chdir(tmp_path / str(rank))
         if rank == 1:
             run_folder._folders[f"{SECOND}.1"] = Path("runs") / f"{SECOND}-7"
         with run_folder_named(CONFIG) as config:
             assert config.checkpoint.save == Path("runs") / f"{SECOND}-7"
             if rank == 0:
                 assert (config.checkpoint.save / STARTED_FILE).exists()
-
-
-def test_survivors_tell_a_new_first_rank_the_folder(tmp_path: Path) -> None:
-    run_distributed(_survivors, 2, tmp_path)

@@ -9,7 +9,7 @@ from core import parallel_state
 from core.base.errors import ConfigError, DataError
 from examples.gpt.byte_tokenizer import ByteTokenizer
 from examples.gpt.sampling import SamplingConfig, draw, generate_tokens, stream_text
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(0)  # probabilities 0.64 0.24 0.09 0.03
 
@@ -71,13 +71,10 @@ def test_a_window_whose_length_would_need_padding_is_shorter():
     assert set(model.lengths) == {3}
 
 
-def _generated_in_chunks() -> list[int]:
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
-    return generated(Counter(), [1, 2, 3], length_multiple=4)
-
-
+@on_ranks(2)
 def test_ranks_that_each_read_chunks_of_the_text_write_the_same():
-    assert run_distributed(_generated_in_chunks, 2) == [[4, 5, 6, 7, 8, 9]] * 2
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    assert generated(Counter(), [1, 2, 3], length_multiple=4) == [4, 5, 6, 7, 8, 9]
 
 
 def test_an_empty_prompt_is_refused():

@@ -26,7 +26,6 @@ from core.distributed import (
     wrap_model,
 )
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import Shapes, Toy
 
 FLAT, SHARDED = DistributedDataParallelConfig, FullyShardedDataParallelConfig
@@ -101,13 +100,6 @@ def state_of(model: Any, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
     masters = {name.removeprefix("master."): t for name, t in state.items() if name.startswith("master.")}
     weights = {f"model.{name}": masters.get(name, t) for name, t in model_state_dict(unwrap_model(model)).items()}
     return weights | {name: t for name, t in state.items() if not name.startswith("master.")}
-
-
-def on_ranks(fn: Any, world_size: int, wrapper: str, *args: Any) -> None:
-    if world_size == 1:
-        fn("serial", *args)
-    else:
-        run_distributed(fn, world_size, wrapper, *args)
 
 
 def write(model: Any, optimizer: MegatronOptimizer, steps: int, folder: str) -> None:

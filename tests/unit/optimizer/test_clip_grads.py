@@ -21,10 +21,10 @@ from core.optimizer.clip_grads import (
     clip_coefficient,
     merge_contiguous,
 )
-from core.optimizer.param_groups import collect_main_params
+from core.optimizer.distrib_optimizer import collect_main_params
 from core.process_groups_config import ProcessGroupCollection, groups_in_effect
-from tests.unit._runs import build_gpt, ddp_config, micro_batches
-from tests.unit._spawn import run_distributed
+from tests.unit._gpt import build_gpt, ddp_config, micro_batches
+from tests.unit._spawn import on_ranks, run_distributed
 
 
 def _model(tensors: dict[str, Tensor]) -> nn.Module:
@@ -116,8 +116,9 @@ def test_one_kernel_counts_the_zeros_of_neighbours():
     assert sums[1].item() == sum((g == 0).sum().item() for g in grads) == 14 + 8 + 12 + 2 + 2
 
 
-def _count_of_a_wrappers_kernels(wrapper: str) -> tuple[int, int]:
-    """Counts the kernels that count the zeros of a wrapper's gradients, and these gradients."""
+@pytest.mark.parametrize(("wrapper", "most"), [("ddp", 1), ("zero3", 3), ("fsdp2", 4)])
+@on_ranks(2)
+def test_gradients_of_a_wrapper_are_neighbours(wrapper: str, most: int):
     module = build_gpt(
         True, hidden_size=64, num_attention_heads=2, num_query_groups=2, kv_channels=32, ffn_hidden_size=64
     )
@@ -126,13 +127,8 @@ def _count_of_a_wrappers_kernels(wrapper: str) -> tuple[int, int]:
     model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
     grads = [g for p in model.module.parameters() if (g := model.local_gradient(p)) is not None and g.numel()]
-    return len(merge_contiguous(grads)), len(grads)
-
-
-@pytest.mark.parametrize(("wrapper", "most"), [("ddp", 1), ("zero3", 3), ("fsdp2", 4)])
-def test_gradients_of_a_wrapper_are_neighbours(wrapper: str, most: int):
-    for kernels, number in run_distributed(_count_of_a_wrappers_kernels, 2, wrapper):
-        assert kernels <= most < number
+    kernels, number = len(merge_contiguous(grads)), len(grads)
+    assert kernels <= most < number
 
 
 def test_clip_coefficient():
@@ -216,11 +212,8 @@ def test_four_ranks_in_two_dimensions(layout):
     assert run_distributed(layout, 4) == [(_exact_norm(tensors), _zeros(tensors))] * 4
 
 
-def _partial() -> None:
+@on_ranks(2)
+def test_partial_sums_are_refused():
     param = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
     with pytest.raises(OptimizerError, match="parameter w is a partial sum over axis 0"):
         GradientStatistics(collect_main_params([_model({"w": param})]), ProcessGroupCollection())
-
-
-def test_partial_sums_are_refused():
-    run_distributed(_partial, 2)

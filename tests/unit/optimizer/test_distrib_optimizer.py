@@ -22,7 +22,7 @@ from core.distributed import (
 )
 from core.optimizer import DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.distrib_optimizer import MainRange
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 STRATEGIES = ("optim", "optim_grads")
 
@@ -61,8 +61,9 @@ def _backward(model: Any, step: int = 0) -> None:
     finalize_model_grads([model])
 
 
-def _statistics(strategy: str) -> tuple[tuple[bool, float | None, int | None], float, int]:
-    """Returns what the optimizer measures, and the same of the whole gradient, which `no_shard` holds."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_norm_and_zeros_exclude_padding(strategy: str):
     measured = []
     for chosen in (strategy, "no_shard"):
         module, model, optimizer = _build(chosen, optimizer={"log_num_zeros_in_grad": True})
@@ -74,17 +75,13 @@ def _statistics(strategy: str) -> tuple[tuple[bool, float | None, int | None], f
             norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
             zeros = sum(int((g == 0).sum()) for g in grads)
         measured.append(optimizer.step())
-    return measured[0], norm, zeros
+    assert zeros >= 15
+    assert measured[0] == (True, pytest.approx(norm, rel=1e-7), zeros)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norm_and_zeros_exclude_padding(strategy: str):
-    for measured, norm, zeros in run_distributed(_statistics, 2, strategy):
-        assert zeros >= 15
-        assert measured == (True, pytest.approx(norm, rel=1e-7), zeros)
-
-
-def _overflow_in_one_shard(strategy: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_overflow_in_one_shard_skips_on_all_ranks(strategy: str):
     options = {"fp16": True, "initial_loss_scale": 8.0, "hysteresis": 1}
     module, model, optimizer = _build(strategy, torch.float16, options, grad_reduce_in_fp32=True)
     _backward(model)
@@ -97,23 +94,18 @@ def _overflow_in_one_shard(strategy: str) -> dict[str, Any]:
     result = optimizer.step()
     untouched = all(torch.equal(before[name], p) for name, p in module.named_parameters())
     _backward(model, 1)
-    return {
+    rank = {
         "skipped": result,
         "untouched": untouched,
         "scale": optimizer.get_loss_scale().item(),
         "then": optimizer.step()[0],
         "step": optimizer.state_scalars()["step"],
     }
+    assert rank == {"skipped": (False, None, None), "untouched": True, "scale": 4.0, "then": True, "step": 1}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_overflow_in_one_shard_skips_on_all_ranks(strategy: str):
-    for rank in run_distributed(_overflow_in_one_shard, 2, strategy):
-        assert rank == {"skipped": (False, None, None), "untouched": True, "scale": 4.0, "then": True, "step": 1}
-
-
-def _reads_right_after_a_step() -> bool:
-    """Parameters that are still being gathered: a state dict waits for them, inside and outside of the wrappers."""
+@on_ranks(2)
+def test_a_state_dict_waits_for_the_gather():
     _, plain, reference = _build("no_shard")
     module, model, optimizer = _build("optim", overlap_param_gather=True, bucket_size=16)
     same = True
@@ -123,15 +115,12 @@ def _reads_right_after_a_step() -> bool:
             of_each.step()
         actual, expected = module.state_dict(), plain.state_dict()
         same = same and all(torch.equal(actual[name], expected[name]) for name in expected)
-    return same
+    assert same
 
 
-def test_a_state_dict_waits_for_the_gather():
-    assert run_distributed(_reads_right_after_a_step, 2) == [True, True]
-
-
-def _masters_are_published(strategy: str) -> tuple[bool, bool]:
-    """What is loaded into the masters reaches the model on all ranks; what is loaded into it reaches the masters."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_masters_follow_written_parameters(strategy: str):
     module, _, optimizer = _build(strategy, torch.bfloat16, {"bf16": True})
     for tensor in (t for name, t in optimizer.state_tensors().items() if name.startswith("master.")):
         tensor.elements.fill_(3.0)
@@ -142,15 +131,11 @@ def _masters_are_published(strategy: str) -> tuple[bool, bool]:
             p.fill_(0.5)
     optimizer.reload_model_params()
     held = [p.main for p in optimizer._params]
-    return published, all(bool((main == 0.5).all()) for main in held) and any(len(main) for main in held)
+    assert published and all(bool((main == 0.5).all()) for main in held) and any(len(main) for main in held)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_masters_follow_written_parameters(strategy: str):
-    assert run_distributed(_masters_are_published, 2, strategy) == [(True, True)] * 2
-
-
-def _resumes_from_its_own_state_dict() -> bool:
+@on_ranks(2)
+def test_this_ranks_state_dict_continues_it():
     module, model, optimizer = _build("optim")
     for step in range(2):
         _backward(model, step)
@@ -161,11 +146,7 @@ def _resumes_from_its_own_state_dict() -> bool:
     for each, of_each in ((model, optimizer), (rebuilt, resumed)):
         _backward(each, 2)
         of_each.step()
-    return all(torch.equal(p, q) for p, q in zip(module.parameters(), again.parameters(), strict=True))
-
-
-def test_this_ranks_state_dict_continues_it():
-    assert run_distributed(_resumes_from_its_own_state_dict, 2) == [True, True]
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), again.parameters(), strict=True))
 
 
 def _message(fn: Any, *args: Any) -> str:
@@ -174,7 +155,8 @@ def _message(fn: Any, *args: Any) -> str:
     return str(caught.value)
 
 
-def _refusals() -> dict[str, str]:
+@on_ranks(2)
+def test_settings_that_contradict_the_wrapper_are_refused():
     module, model, _ = _build("optim")
     group = dist.group.WORLD
     replicated = wrap_model(Model(), None, DistributedDataParallelConfig(), process_group=group)
@@ -193,11 +175,6 @@ def _refusals() -> dict[str, str]:
     }
     module.frozen.requires_grad_(True)
     actual["unfrozen"] = _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [model])
-    return actual
-
-
-def test_settings_that_contradict_the_wrapper_are_refused():
-    actual = run_distributed(_refusals, 2)[0]
     assert "use_distributed_optimizer is True" in actual["wanted"]
     assert "data_parallel_sharding_strategy is no_shard" in actual["wanted"]
     assert "use_distributed_optimizer is False" in actual["refused"]
@@ -211,7 +188,10 @@ def test_settings_that_contradict_the_wrapper_are_refused():
     assert "parameter frozen is in none of the wrapper's buffers" in actual["unfrozen"]
 
 
-def _ranges_of_the_plan(strategy: str, instances: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("world_size", "instances"), [(3, 1), (4, 2)])
+@on_ranks("world_size")
+def test_updated_ranges_and_state_follow_the_plan(strategy: str, world_size: int, instances: int):
     if instances > 1:
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
     options = {"bucket_size": 60, "num_distributed_optimizer_instances": instances}
@@ -243,9 +223,3 @@ def _ranges_of_the_plan(strategy: str, instances: int) -> None:
         for tensor in (state[f"{kind}.{p.name}"] for kind in kinds):
             assert isinstance(tensor, FlatRange) and tensor.dtype == torch.float32
             assert tensor.shape == module.get_parameter(p.name).shape and len(tensor.elements) == p.main.numel()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("world_size", "instances"), [(3, 1), (4, 2)])
-def test_updated_ranges_and_state_follow_the_plan(strategy: str, world_size: int, instances: int):
-    run_distributed(_ranges_of_the_plan, world_size, strategy, instances)

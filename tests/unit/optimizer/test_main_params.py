@@ -108,7 +108,7 @@ def _trained() -> tuple[nn.Linear, MegatronOptimizer]:
 
 @pytest.mark.parametrize(
     "master",
-    [lambda o: o.state_tensors()["master.weight"], lambda o: o.state_dict()["masters"]["weight"]],
+    [lambda o: o.state_tensors()["master.weight"], lambda o: o.state_dict()["tensors"]["master.weight"]],
     ids=["state_tensors", "state_dict"],
 )
 def test_checkpoint_includes_just_written_parameters(master: Callable[[MegatronOptimizer], Tensor]):

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from core.base.errors import ConfigError, OptimizerError
-from core.optimizer import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer_param_scheduler import OptimizerParamScheduler
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.optimizer._model import Model, batch, full, local, optimizer_config
 
 
@@ -130,15 +131,12 @@ def _trace(name: str, sharded: bool) -> list[tuple[float | None, dict[str, Tenso
     return trace
 
 
-def _assert_sharding_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@on_ranks(2)
+def test_fsdp2_equals_replication_bitwise(name: str):
     for (norm, weights), (sharded_norm, sharded) in zip(_trace(name, False), _trace(name, True), strict=True):
         assert norm is not None and norm > 0.7  # else nothing is clipped, and the norm would not be felt
         assert norm == sharded_norm and all(torch.equal(weights[key], sharded[key]) for key in weights)
-
-
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_fsdp2_equals_replication_bitwise(name: str):
-    run_distributed(_assert_sharding_changes_no_bit, 2, name)
 
 
 def _overflow_on_one_rank(bf16: bool) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from core.optimizer.param_groups import build_param_groups, collect_main_params
+from core.optimizer.distrib_optimizer import collect_main_params
+from core.optimizer.param_groups import build_param_groups
 from core.transformer import Float16Module, TransformerConfig
 
 

@@ -11,8 +11,9 @@ import torch
 
 from core.optimizer import MegatronOptimizer
 from tests.unit._quick import quick
+from tests.unit._spawn import run_anywhere
 from tests.unit.dist_checkpointing._pieces import Shapes
-from tests.unit.optimizer._squares import Squares, assert_saved, build, continue_from, on_ranks, write
+from tests.unit.optimizer._squares import Squares, assert_saved, build, continue_from, write
 
 STEPS = 3
 SHAPES: Shapes = {
@@ -64,6 +65,6 @@ def _is_quick(case: tuple[torch.dtype, tuple[int, str, int], tuple[int, str, int
     ids=lambda value: _name(value) if isinstance(value, tuple) else str(value).removeprefix("torch."),
 )
 def test_state_moves_between_optimizers(tmp_path: Path, writer, reader, dtype: torch.dtype):
-    on_ranks(_write, *writer, dtype, str(tmp_path / "first"))
-    on_ranks(_continue, *reader, dtype, str(tmp_path / "first"), str(tmp_path / "second"))
+    run_anywhere(_write, *writer, dtype, str(tmp_path / "first"))
+    run_anywhere(_continue, *reader, dtype, str(tmp_path / "first"), str(tmp_path / "second"))
     assert_saved(tmp_path / "second", *_run("serial", 1, dtype), 2 * STEPS)

@@ -17,7 +17,9 @@ from core.base.errors import CheckpointError, OptimizerError
 from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import AsyncSaver, load, load_metadata, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.optimizer import AveragedWeights, OptimizerConfig, RunState, get_megatron_optimizer
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
+from core.optimizer.run_state import RunState
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import build, full
 
@@ -69,7 +71,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return (full(tensor) if elements is None else elements).clone()
 
 
-def _goes_on(kind: str, scheduler: str, folder: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scheduler"),
+    [*((kind, "step") for kind in KINDS), *(("zero1", name) for name in SCHEDULERS if name != "step")],
+)
+@on_ranks(2)
+def test_a_run_goes_on_to_the_bit(kind: str, scheduler: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if scheduler == "cosine" else torch.float32
+    folder = str(tmp_path / "now")
     one = Training(kind, scheduler, dtype=dtype)
     one.train(range(3))
     one.state.save(folder, metadata={"step": 3})
@@ -83,15 +92,6 @@ def _goes_on(kind: str, scheduler: str, folder: str, dtype: torch.dtype) -> None
     assert all(torch.equal(tensor, expected[name]) for name, tensor in two.whole().items())
     assert two.average.num_averaged == 6
     dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("kind", "scheduler"),
-    [*((kind, "step") for kind in KINDS), *(("zero1", name) for name in SCHEDULERS if name != "step")],
-)
-def test_a_run_goes_on_to_the_bit(kind: str, scheduler: str, tmp_path: Path) -> None:
-    dtype = torch.bfloat16 if scheduler == "cosine" else torch.float32
-    run_distributed(_goes_on, 2, kind, scheduler, str(tmp_path / "now"), dtype)
 
 
 def _begins(kind: str, folder: str) -> dict[str, Tensor]:

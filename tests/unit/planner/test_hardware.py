@@ -16,7 +16,7 @@ from core.base.errors import ConfigError
 from core.planner import hardware
 from core.planner.hardware import PRESETS, find_hardware
 from core.planner.recorder import Ranks, Transfer, Work
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 H100 = PRESETS["h100"]
 MIB = 2**20
@@ -108,13 +108,10 @@ def test_ranks_measure_the_links_between_them():
             assert links["node_size"] == node_size and links[measured] > 0
 
 
-def _refuses_uneven_nodes() -> None:
+@on_ranks(2)
+def test_nodes_of_a_calibration_have_equally_many_ranks():
     with pytest.raises(ConfigError, match="2 ranks do not divide into nodes of 3"):
         _links(3)
-
-
-def test_nodes_of_a_calibration_have_equally_many_ranks():
-    run_distributed(_refuses_uneven_nodes, 2)
 
 
 def test_unknown_names_list_the_known_ones():

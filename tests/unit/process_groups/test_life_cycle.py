@@ -55,7 +55,7 @@ def test_before_initialisation_a_rank_is_alone() -> None:
 
 
 def test_torch_distributed_comes_first() -> None:
-    with pytest.raises(ParallelStateError, match=r"call core\.base\.default_group\.init_process_group\(\)"):
+    with pytest.raises(ParallelStateError, match=r"call core\.rendezvous\.default_group\.init_process_group\(\)"):
         ps.initialize_model_parallel()
 
 

@@ -1,4 +1,4 @@
-"""Rank arithmetic on documented examples; `test_current.py` compares it with an oracle for every order."""
+"""Rank arithmetic on documented examples; `test_getters.py` compares it with an oracle for every order."""
 
 import pytest
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from core import parallel_state as ps
-from tests.unit._spawn import has_reached, reach, run_distributed, wait_for
+from tests.unit._spawn import has_reached, on_ranks, reach, run_distributed, wait_for
 from tests.unit.process_groups._oracle import DEFAULT_ORDER, GROUPS, Case, check_every_getter, expected_groups
 
 
@@ -50,33 +50,25 @@ def test_collectives_over_every_group_and_again_with_other_sizes(first: Case, se
             assert sums == {kind: sum(10**other for other in ranks) for kind, ranks in expected.items()}, (case, rank)
 
 
-def _timeouts(minutes: float) -> tuple[set[float], float]:
+@on_ranks(2)
+def test_every_group_but_the_default_has_the_asked_time_limit() -> None:
+
     def seconds(group: dist.ProcessGroup | None) -> float:
         assert group is not None
         backend = group._get_backend(torch.device("cpu"))
         return float(backend.options._timeout.total_seconds())
 
     before = seconds(dist.group.WORLD)
-    ps.initialize_model_parallel(2, distributed_timeout_minutes=minutes)
+    ps.initialize_model_parallel(2, distributed_timeout_minutes=7.5)
     assert seconds(dist.group.WORLD) == before
-    return {seconds(getter()) for getter in GROUPS.values()}, before
+    assert {seconds(getter()) for getter in GROUPS.values()} == {450.0} and before != 450.0
 
 
-def test_every_group_but_the_default_has_the_asked_time_limit() -> None:
-    for ours, default in run_distributed(_timeouts, 2, 7.5):
-        assert ours == {450.0}
-        assert default != 450.0
-
-
-def _rank_0_reads_alone() -> bool:
+@on_ranks(2)
+def test_getters_do_not_communicate() -> None:
     ps.initialize_model_parallel(2)
     if dist.get_rank() == 0:
         check_every_getter(Case(2, tp=2), DEFAULT_ORDER, 0)
-    return True
-
-
-def test_getters_do_not_communicate() -> None:
-    assert run_distributed(_rank_0_reads_alone, 2) == [True, True]
 
 
 def _through_the_mesh() -> tuple[list[float], list[int]]:
@@ -101,8 +93,9 @@ def _num_groups_made() -> int:
     return new_group.call_count
 
 
-def _goes_on_after_the_other() -> bool:
-    """Returns on rank 0, for which rank 1 waits with its last group, whether that had all groups when it went on."""
+@on_ranks(2)
+def test_no_rank_goes_on_under_gloo_before_all_have_their_groups() -> None:
+    """A rank that closed its groups while another was still connecting would make that one fail."""
     num_groups, made = _num_groups_made(), 0
     new_group, all_reduce = dist.new_group, dist.all_reduce
 
@@ -123,9 +116,4 @@ def _goes_on_after_the_other() -> bool:
         ps.initialize_model_parallel(2)
     has_its_groups = has_reached("rank 1 has its groups")
     reach("rank 0 waits")  # if it has not waited
-    return has_its_groups
-
-
-def test_no_rank_goes_on_under_gloo_before_all_have_their_groups() -> None:
-    """A rank that closed its groups while another was still connecting would make that one fail."""
-    assert run_distributed(_goes_on_after_the_other, 2) == [True, True]
+    assert has_its_groups

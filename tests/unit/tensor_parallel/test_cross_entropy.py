@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from core.base.errors import ConfigError, DataError
 from core.tensor_parallel import cross_entropy, vocab_parallel_cross_entropy
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.tensor_parallel._layers import all_gather, own
 
 S, B, V = 5, 3, 14
@@ -25,7 +25,17 @@ def _targets() -> torch.Tensor:
     return targets
 
 
-def _check(scale: float, dtype: torch.dtype, tolerance: float, chunk_elements: int) -> None:
+@pytest.mark.parametrize(
+    ("scale", "dtype", "chunk_elements"),
+    [
+        (3.0, torch.float32, 2**24),  # all tokens at once
+        (3.0, torch.float32, 3 * V),  # a few at a time, uneven at the end
+        (1e4, torch.float32, 2**24),  # finite losses of large logits
+        (3.0, torch.bfloat16, 2**24),  # summed in fp32
+    ],
+)
+@on_ranks(2)
+def test_two_ranks_equal_torch_on_the_whole_vocabulary(scale: float, dtype: torch.dtype, chunk_elements: int):
     target = _targets()
     weights = torch.rand(S, B, generator=torch.Generator().manual_seed(6))
     whole = _logits(scale, dtype).requires_grad_()
@@ -37,7 +47,7 @@ def _check(scale: float, dtype: torch.dtype, tolerance: float, chunk_elements: i
         patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", chunk_elements)
         loss = vocab_parallel_cross_entropy(part, target, tp_group=dist.group.WORLD)
         assert loss.dtype is torch.float32
-        torch.testing.assert_close(loss.double(), reference.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(loss.double(), reference.detach(), rtol=1e-06, atol=1e-06)
         assert loss[2, 0] == 0
         before = part.detach().clone()
         (loss * weights).sum().backward(retain_graph=True)
@@ -49,27 +59,8 @@ def _check(scale: float, dtype: torch.dtype, tolerance: float, chunk_elements: i
     gradient = all_gather(part.grad, -1)
     assert gradient.dtype is dtype
     assert not gradient[2, 0].any()
-    grad_tolerance = 4e-3 if dtype is torch.bfloat16 else tolerance  # half a last place of the bf16 gradient
+    grad_tolerance = 4e-3 if dtype is torch.bfloat16 else 1e-06  # half a last place of the bf16 gradient
     torch.testing.assert_close(gradient, whole.grad, rtol=grad_tolerance, atol=1e-6)
-
-
-def _unknown_target() -> str:
-    with pytest.raises(DataError) as caught:
-        vocab_parallel_cross_entropy(torch.zeros(1, 2, V // 2), torch.tensor([[0, V]]), tp_group=dist.group.WORLD)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("scale", "dtype", "chunk_elements"),
-    [
-        (3.0, torch.float32, 2**24),  # all tokens at once
-        (3.0, torch.float32, 3 * V),  # a few at a time, uneven at the end
-        (1e4, torch.float32, 2**24),  # finite losses of large logits
-        (3.0, torch.bfloat16, 2**24),  # summed in fp32
-    ],
-)
-def test_two_ranks_equal_torch_on_the_whole_vocabulary(scale: float, dtype: torch.dtype, chunk_elements: int):
-    run_distributed(_check, 2, scale, dtype, 1e-6, chunk_elements)
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3 * V, 2**20])
@@ -85,28 +76,28 @@ def test_one_rank_equals_torch(chunk_elements, monkeypatch):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
 def test_invalid_target_is_named_on_every_rank():
-    for message in run_distributed(_unknown_target, 2):
-        assert f"target id {V} is outside the vocabulary of {V}" in message
+    with pytest.raises(DataError) as caught:
+        vocab_parallel_cross_entropy(torch.zeros(1, 2, V // 2), torch.tensor([[0, V]]), tp_group=dist.group.WORLD)
+    message = str(caught.value)
+    assert f"target id {V} is outside the vocabulary of {V}" in message
 
 
-def _smooths(smoothing: float) -> None:
+@on_ranks(2)
+def test_label_smoothing_is_over_the_whole_vocabulary():
     target = _targets()
     whole = _logits(3.0, torch.float32).requires_grad_()
     # torch gives every token smoothing / V of the target, Megatron-LM smoothing / (V - 1) to those that are not it
     reference = F.cross_entropy(
-        whole.double().view(-1, V), target.view(-1), reduction="none", label_smoothing=smoothing * V / (V - 1)
+        whole.double().view(-1, V), target.view(-1), reduction="none", label_smoothing=0.1 * V / (V - 1)
     ).view(S, B)
     reference.sum().backward()
     part = own(_logits(3.0, torch.float32), -1).requires_grad_()
-    loss = vocab_parallel_cross_entropy(part, target, smoothing, dist.group.WORLD)
+    loss = vocab_parallel_cross_entropy(part, target, 0.1, dist.group.WORLD)
     loss.sum().backward()
     torch.testing.assert_close(loss.double(), reference.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(all_gather(part.grad, -1), whole.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_label_smoothing_is_over_the_whole_vocabulary():
-    run_distributed(_smooths, 2, 0.1)
 
 
 def test_group_passed_as_label_smoothing_is_refused():

@@ -14,12 +14,14 @@ from core.base.errors import DataError, ParallelConfigError, warn_once
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, broadcast_data
 from core.transformer.transformer_config import init_method_normal
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 CONFIG = ModelParallelConfig()
 
 
-def _broadcasts(tp: int) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+@on_ranks(2)
+def test_broadcast_data_from_first_rank(tp):
     parallel_state.initialize_model_parallel(tp)
     group = parallel_state.get_tensor_model_parallel_group()
     first = dist.get_process_group_ranks(group)[0]
@@ -37,11 +39,6 @@ def _broadcasts(tp: int) -> None:
             broadcast_data(["one"], expected, torch.float32)
         with pytest.raises(DataError, match="asked for 'labels'"):
             broadcast_data(["labels"], expected, torch.int64)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_broadcast_data_from_first_rank(tp):
-    run_distributed(_broadcasts, 2, tp)
 
 
 INIT_METHODS = {

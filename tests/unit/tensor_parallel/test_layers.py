@@ -19,7 +19,7 @@ from core.tensor_parallel import (
     draw_init_seed,
     initialize_parameters,
 )
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.tensor_parallel._layers import OUT, B, H, S, V, all_gather, config, integer_tensor, integers, own, pair
 
 
@@ -176,17 +176,14 @@ def _check_under_fsdp2() -> None:
     assert torch.equal(all_gather(parallel.bias.grad.to_local(), 0), serial.bias.grad)
 
 
-def _check_all_layers() -> None:
+@on_ranks(2)
+def test_layers_over_two_ranks_equal_serial():
     for settings in product([False, True], repeat=3):
         _check_column(*settings)
     for cuts, skip_bias_add in product([(False, True), (False, False), (True, True)], [False, True]):
         _check_row(*cuts, skip_bias_add)
     for sequence_parallel in (False, True):
         _check_embedding(sequence_parallel)
-
-
-def test_layers_over_two_ranks_equal_serial():
-    run_distributed(_check_all_layers, 2)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +230,7 @@ def test_indivisible_sizes_are_refused_with_remedy():
     assert "input_size of a RowParallelLinear is 5" in row
     assert "vocabulary (num_embeddings) of a VocabParallelEmbedding is 5" in embedding
     assert "tensor_model_parallel_size is 4" in degree
-    assert "has 2 rank(s)" in degree
+    assert "there are such groups of 2" in degree
     assert "input_is_parallel=False" in whole_input
     assert "token id 99" in unknown
     assert "12 tokens" in unknown

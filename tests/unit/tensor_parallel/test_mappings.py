@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.base.errors import ParallelConfigError
 from core.tensor_parallel import ColumnParallelLinear, mappings
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.tensor_parallel._layers import OUT, B, H, S, all_gather, everyones, integer_tensor, own, pair
 
 SHAPE = (4, 3, 6)
@@ -54,7 +54,14 @@ def _check_pair(name: str, forward: str, backward: str, arguments: dict[str, boo
     assert torch.equal(upstream, kept_upstream), "the mapping wrote into the gradient it was given"
 
 
-def _check_pairs() -> None:
+def _uneven(name: str) -> str:
+    with pytest.raises(ParallelConfigError) as caught:
+        getattr(mappings, name)(torch.zeros(5, 1, 7), group=dist.group.WORLD)
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_forward_and_backward_pairs():
     for name, directions in _PAIRS.items():
         _check_pair(name, *directions, {})
     _check_pair(
@@ -62,8 +69,8 @@ def _check_pairs() -> None:
     )
 
 
-def _check_double_backward() -> None:
-    # y = sum over ranks of x^2 elementwise, so d2y/dx2 is 2 on each rank's own x: through copy and reduce both.
+@on_ranks(2)
+def test_double_backward():
     x = torch.full((2, 2), 3.0 + dist.get_rank(), requires_grad=True)
     squared = mappings.copy_to_tensor_model_parallel_region(x, dist.group.WORLD) ** 2
     y = mappings.reduce_from_tensor_model_parallel_region(squared, dist.group.WORLD).sum()
@@ -72,20 +79,6 @@ def _check_double_backward() -> None:
     total = sum(everyones(2 * x.detach()))
     assert torch.equal(first, total)
     assert torch.equal(second, torch.full_like(x, 4.0))  # each rank's sum of `first` depends on every rank's x
-
-
-def _uneven(name: str) -> str:
-    with pytest.raises(ParallelConfigError) as caught:
-        getattr(mappings, name)(torch.zeros(5, 1, 7), group=dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_forward_and_backward_pairs():
-    run_distributed(_check_pairs, 2)
-
-
-def test_double_backward():
-    run_distributed(_check_double_backward, 2)
 
 
 @pytest.mark.parametrize("name", ["scatter_to_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"])

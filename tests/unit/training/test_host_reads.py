@@ -24,7 +24,7 @@ from core.training.train_step import RunningStep, StepResult, train_step
 from core.transformer.module import Float16Module
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.training._configs import batches, model_of, small_config
 from tests.unit.training._reads import Reads, watched
 
@@ -186,14 +186,11 @@ def test_a_write_between_steps_counts(resolved: str) -> None:
     assert all(abs(value - 4.0) < 0.5 for value in found)
 
 
-def _write_behind_a_running_step() -> str:
+@on_ranks(1)
+def test_a_write_while_a_step_runs_raises_a_step_late() -> None:
     with pytest.raises(OptimizerError) as caught:
         _write_between_steps("not at all", is_counted=False)  # torch counts no write through `.data`
-    return str(caught.value)
-
-
-def test_a_write_while_a_step_runs_raises_a_step_late() -> None:
-    (message,) = run_distributed(_write_behind_a_running_step, 1)
+    message = str(caught.value)
     assert message.startswith("decoder.layers.0.mlp.linear_fc1.weight was written after a step")
     assert "reload_model_params()" in message
 
@@ -263,16 +260,13 @@ def test_steps_of_one_rank_without_a_wait_have_the_same_bits(wrapper: str, setti
     run_distributed(_compare_with_waiting, 1, watched, wrapper, SETTINGS[settings])
 
 
-def _calls_of_a_step() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_the_loss_is_not_queued_behind_gathers_of_parameters() -> None:
     _steps(WRAPPERS["zero1"], None)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return [(call.kind, call.what) for call in record_of(group).calls]
-
-
-def test_the_loss_is_not_queued_behind_gathers_of_parameters() -> None:
-    for calls in run_distributed(_calls_of_a_step, 2):
-        kinds = [("loss" if what == "the loss" else kind) for kind, what in calls if what != "the gradient norm"]
-        gathers = [index for index, kind in enumerate(kinds) if kind == "all-gather"]
-        losses = [index for index, kind in enumerate(kinds) if kind == "loss"]
-        assert len(losses) == NUM_STEPS and kinds[losses[0] + 1] == "all-gather"
-        assert all(kinds[index - 1] != "all-gather" for index in losses), (losses, gathers)
+    calls = [(call.kind, call.what) for call in record_of(group).calls]
+    kinds = [("loss" if what == "the loss" else kind) for kind, what in calls if what != "the gradient norm"]
+    gathers = [index for index, kind in enumerate(kinds) if kind == "all-gather"]
+    losses = [index for index, kind in enumerate(kinds) if kind == "loss"]
+    assert len(losses) == NUM_STEPS and kinds[losses[0] + 1] == "all-gather"
+    assert all(kinds[index - 1] != "all-gather" for index in losses), (losses, gathers)

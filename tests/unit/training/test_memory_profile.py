@@ -31,7 +31,7 @@ from core.training.memory_profile import (
 from tests.unit._lane import lanes_that, run_at_once
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import build
 from tests.unit.training._configs import small_config
 
@@ -63,24 +63,20 @@ def _step(model: Any, optimizer: Any, num_microbatches: int = 2) -> None:
     optimizer.step()
 
 
-def _measures(kind: str) -> MemoryTimeline:
-    with lanes_that(run_at_once):
-        model, optimizer = _model(kind)
-        for _ in range(2):
-            _step(model, optimizer)
-        _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
-        _step(model, optimizer)  # nothing that measured is left behind
-    return timeline
-
-
 def _most(timeline: MemoryTimeline, name: str) -> int:
     index = CATEGORIES.index(name)
     return max(row[index] for row in timeline.category_bytes)
 
 
 @pytest.mark.parametrize("kind", quick(["ddp", "zero1", "zero2", "zero3", "fsdp2"], lambda kind: kind != "zero1"))
+@on_ranks(2)
 def test_each_category_holds_what_is_known_of_it(kind):
-    timeline = run_distributed(_measures, 2, kind)[0]
+    with lanes_that(run_at_once):
+        model, optimizer = _model(kind)
+        for _ in range(2):
+            _step(model, optimizer)
+        _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
+        _step(model, optimizer)  # nothing that measured is left behind
     whole = LAYERS * WEIGHT
     shards = whole // 2 if kind in ("zero3", "fsdp2") else whole
     state = 2 * whole if kind == "ddp" else whole  # AdamW keeps two moments of what a rank updates
@@ -105,9 +101,9 @@ def test_each_category_holds_what_is_known_of_it(kind):
     assert list(timeline.times_s) == sorted(timeline.times_s)
 
 
-def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
-    """Returns the peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as
-    measured."""
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_the_peak_is_that_of_another_measure(kind):
     with lanes_that(run_at_once), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = _model(kind)
@@ -119,12 +115,7 @@ def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
             _step(model, optimizer, num_microbatches=1)
         _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer, num_microbatches=1))
     seen = sum(held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
-    return seen, timeline.peak_bytes
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_the_peak_is_that_of_another_measure(kind):
-    seen, measured = run_distributed(_compares_with_a_tracker, 2, kind)[0]
+    seen, measured = seen, timeline.peak_bytes
     # Threads of process groups free gradients that were sent, which the profiler then believes to live longer.
     assert 0 <= measured - seen <= (0 if kind == "ddp" else LAYERS * WEIGHT), (seen, measured)
 
@@ -155,13 +146,10 @@ def test_a_gpus_peak_is_that_of_its_allocator(kind):
     assert list(timeline.times_s) == sorted(timeline.times_s)
 
 
-def _refuses_to_write_nowhere() -> None:
+@on_ranks(1)
+def test_a_run_without_a_folder_is_refused_at_its_start():
     with pytest.raises(ConfigError, match=r"--profile-memory writes into the run's folder.*add --save"):
         train(None, small_config(profile_memory=True), None)
-
-
-def test_a_run_without_a_folder_is_refused_at_its_start():
-    run_distributed(_refuses_to_write_nowhere, 1)
 
 
 _EVENTS = torch._C._profiler._EventType

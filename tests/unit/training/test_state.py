@@ -28,7 +28,7 @@ from core.training.state import (
 )
 from core.transformer.transformer_config import TransformerConfig
 from core.transformer.transformer_layer import hidden_dropout
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import full
 from tests.unit.training._configs import SMALL, small_config
 
@@ -167,17 +167,14 @@ def test_groups_and_seeds_follow_the_settings():
     assert len({ranks[3] for ranks in cut}) == 2  # what they hold in part
 
 
-def _precision_of_products(precision: str | None) -> str:
+@pytest.mark.parametrize("precision", [None, "highest", "high", "medium"])
+@on_ranks(1)
+def test_the_precision_of_products_in_fp32_is_torchs(precision: str | None) -> None:
     flags = [] if precision is None else ["--fp32-matmul-precision", precision]
     required = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     torch.set_float32_matmul_precision("medium" if precision != "medium" else "high")
     initialize(parse_arguments([*required, *flags]))
-    return torch.get_float32_matmul_precision()
-
-
-@pytest.mark.parametrize("precision", [None, "highest", "high", "medium"])
-def test_the_precision_of_products_in_fp32_is_torchs(precision: str | None) -> None:
-    assert run_distributed(_precision_of_products, 1, precision) == [precision or "highest"]
+    assert torch.get_float32_matmul_precision() == (precision or "highest")
 
 
 def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from core.optimizer import get_megatron_optimizer
 from core.training.config import PretrainConfig
 from core.training.state import build_scheduler
 from core.training.train_step import Batch, StepResult, evaluate, train_step
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import full
 from tests.unit.training._configs import batches, model_of, small_config
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
@@ -26,25 +28,27 @@ def _of_a_step(config: PretrainConfig, rank: int, packed: bool) -> list[Batch]:
     return [batch | ({"document_starts": STARTS} if packed else {}) for batch in batches(config, rank, 2)]
 
 
-def step_on_ranks(
-    changes: dict, stopping_rank: int | None, packed: bool = False
-) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
-    config = small_config(**changes)
+def _run_of(config: PretrainConfig) -> tuple[Any, Any, Any]:
+    """Returns the wrapped model of a config, its optimizer and its schedule."""
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size, context_parallel_size=config.model.context_parallel_size
     )
     model = wrap_model(model_of(config), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
-    scheduler = build_scheduler(config, optimizer)
+    return model, optimizer, build_scheduler(config, optimizer)
+
+
+def step_on_ranks(
+    changes: dict, stopping_rank: int | None, packed: bool = False
+) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
+    config = small_config(**changes)
+    model, optimizer, scheduler = _run_of(config)
     mine = _of_a_step(config, parallel_state.get_data_parallel_rank(), packed)
     before = evaluate(model, iter(mine), 2)
     running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
     result = running.result()
     assert scheduler.num_steps == 1
-    whole = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.module.named_parameters()
-    }
+    whole = {name: full(p) for name, p in model.module.named_parameters()}
     return result, before, whole
 
 
@@ -82,36 +86,24 @@ SGD = {
 }
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
-@pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
-def test_a_step_on_two_ranks_is_the_step_of_one_process(fsdp2: bool, per_token: bool) -> None:
-    changes = {**SGD, "use_torch_fsdp2": fsdp2, "calculate_per_token_loss": per_token}
-    loss, over_tokens, weights, norm = expected_step(changes, 2)
-    assert abs(loss - over_tokens) > 1e-3 or per_token  # the two ways to weigh differ here
-    for result, before, found in run_distributed(step_on_ranks, 2, changes, None):
+PER_TOKEN, CUT = {"calculate_per_token_loss": True}, {"context_parallel_size": 2, "global_batch_size": 4}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("loss_of", [{}, PER_TOKEN], ids=["mean of means", "per token"])
+@pytest.mark.parametrize("ranks", [{}, {"use_torch_fsdp2": True}, CUT], ids=["ddp", "fsdp2", "cut sequences"])
+def test_a_step_on_two_ranks_is_the_step_of_one_process(ranks: dict, loss_of: dict, packed: bool) -> None:
+    # In one of the two halves of sequences the mask hides other tokens, and these must not weigh more for that.
+    is_cut, changes = ranks is CUT, {**SGD, **ranks, **loss_of}
+    loss, over_tokens, weights, norm = expected_step(
+        {**changes, "context_parallel_size": 1}, 1 if is_cut else 2, packed
+    )
+    assert abs(loss - over_tokens) > 1e-3 or loss_of or is_cut  # the two ways to weigh differ here
+    for result, before, found in run_distributed(step_on_ranks, 2, changes, 1 if is_cut else None, packed):
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert before == pytest.approx(over_tokens, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert result.has_update and not result.stop
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("per_token", "packed"),
-    [(False, False), (True, False), (False, True)],
-    ids=["mean of means", "per token", "packed"],
-)
-def test_a_step_over_cut_sequences_is_the_step_of_one_process(per_token: bool, packed: bool) -> None:
-    # The loss mask hides other tokens on one rank than on the other, which must not weigh more for that.
-    changes = {**SGD, "calculate_per_token_loss": per_token, "global_batch_size": 4}
-    loss, over_tokens, weights, norm = expected_step(changes, 1, packed)
-    cut = {**changes, "context_parallel_size": 2}
-    for result, before, found in run_distributed(step_on_ranks, 2, cut, 1, packed):
-        assert result.loss == pytest.approx(loss, rel=1e-6)
-        assert before == pytest.approx(over_tokens, rel=1e-6)
-        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert result.stop  # what one of the ranks of a sequence was asked
+        assert result.has_update and result.stop == is_cut  # what one of the ranks of a sequence was asked
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
 
@@ -124,32 +116,14 @@ def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
     assert all(result.stop for result in results)
 
 
-def step_that_overflows() -> tuple[bool, int, float]:
+@on_ranks(1)
+def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
     config = small_config(**SGD | {"lr_warmup_iters": 2, "global_batch_size": 2})
-    parallel_state.initialize_model_parallel()
-    model = wrap_model(model_of(config), config.model, config.ddp)
-    optimizer = get_megatron_optimizer(config.optimizer, [model])
-    scheduler = build_scheduler(config, optimizer)
+    model, optimizer, scheduler = _run_of(config)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.inf)
     result = train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1).result()
-    return result.has_update, scheduler.num_steps, optimizer.param_groups[0]["lr"]
-
-
-def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
-    assert run_distributed(step_that_overflows, 1) == [(False, 0, 0.0)]
-
-
-def step_that_runs_out_of_memory(fsdp2: bool) -> str:
-    config = small_config(use_torch_fsdp2=fsdp2)
-    parallel_state.initialize_model_parallel()
-    model = wrap_model(model_of(config), config.model, config.ddp)
-    optimizer = get_megatron_optimizer(config.optimizer, [model])
-    scheduler = build_scheduler(config, optimizer)
-    optimizer.optimizer.register_step_post_hook(_asks_for_too_much)
-    with pytest.raises(MemoryLimitError) as caught:
-        train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1)
-    return str(caught.value)
+    assert (result.has_update, scheduler.num_steps, optimizer.param_groups[0]["lr"]) == (False, 0, 0.0)
 
 
 def _asks_for_too_much(*unused: object) -> None:
@@ -157,8 +131,14 @@ def _asks_for_too_much(*unused: object) -> None:
 
 
 @pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
+@on_ranks(1)
 def test_a_failure_outside_of_forward_is_explained(fsdp2: bool) -> None:
-    message = run_distributed(step_that_runs_out_of_memory, 1, fsdp2)[0]
+    config = small_config(use_torch_fsdp2=fsdp2)
+    model, optimizer, scheduler = _run_of(config)
+    optimizer.optimizer.register_step_post_hook(_asks_for_too_much)
+    with pytest.raises(MemoryLimitError) as caught:
+        train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1)
+    message = str(caught.value)
     assert "rank 0 could not allocate 4 EiB more" in message
     for category in ("parameters", "gradients", "optimizer state", "activations and other"):
         assert f"\n  {category}  " in message

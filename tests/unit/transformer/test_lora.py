@@ -16,7 +16,7 @@ from core.models.gpt import GPTModel
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.transformer import materialize
 from core.transformer.lora import Adapter, add_lora, freeze_parameters, is_adapter, merge_lora
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.models._cases import CASES, batch, build, construct
 from tests.unit.tensor_parallel._layers import all_gather, config, integer_tensor, integers, own
 
@@ -67,14 +67,11 @@ def _check(kind: type[nn.Module], sequence_parallel: bool) -> None:
     assert serial.weight.grad is None and parallel.weight.grad is None
 
 
-def _check_layers() -> None:
+@on_ranks(2)
+def test_lora_on_two_tp_ranks_equals_serial():
     for kind in (ColumnParallelLinear, RowParallelLinear):
         for sequence_parallel in (False, True):
             _check(kind, sequence_parallel)
-
-
-def test_lora_on_two_tp_ranks_equals_serial():
-    run_distributed(_check_layers, 2)
 
 
 def _gpt(tp: int, on_meta: bool = False) -> GPTModel:

@@ -28,7 +28,7 @@ from core.transformer.sequences import (
     own_positions,
     visible_keys,
 )
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.tensor_parallel.test_linear_cross_entropy import LargestTensor
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 6
@@ -122,14 +122,11 @@ def test_gather_sequence_order_and_gradients():
         assert grad.tolist() == [3.0 * position for position in positions]
 
 
-def _refuses_lengths() -> None:
+@on_ranks(2)
+def test_indivisible_sequence_is_refused():
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     with pytest.raises(DataError, match=r"22 tokens .* 4 chunks of 2 context-parallel ranks; take 20 or 24"):
         own_chunks(torch.zeros(1, 22))
-
-
-def test_indivisible_sequence_is_refused():
-    run_distributed(_refuses_lengths, 2)
 
 
 def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) -> list[torch.Tensor]:
@@ -161,7 +158,8 @@ def test_attention_dropout_on_cpu():
     assert not torch.allclose(plain, dropped)
 
 
-def _refuses_masks() -> None:
+@on_ranks(2)
+def test_a_mask_over_cut_sequences_is_refused():
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     core = DotProductAttention(
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2)
@@ -169,10 +167,6 @@ def _refuses_masks() -> None:
     tensor = torch.zeros(4, 1, 2, 4)
     with pytest.raises(ConfigError, match=r"attention_mask .* context parallelism .* give document_starts"):
         core(tensor, tensor, tensor, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
-
-
-def test_a_mask_over_cut_sequences_is_refused():
-    run_distributed(_refuses_masks, 2)
 
 
 def _watched(mode: LargestTensor, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,22 +179,19 @@ def _watched(mode: LargestTensor, function: Callable[..., Any]) -> Callable[...,
     return watched
 
 
-def _largest_of_cut_attention(length: int) -> int:
+@on_ranks(2)
+def test_attention_memory_is_not_quadratic():
+    keys_and_values = 2 * 512 * 2 * 8
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    leaves = [torch.randn(length // 2, 1, 2, 8, requires_grad=True) for _ in range(3)]
-    starts = (torch.arange(length) // 200 * 200).unsqueeze(0)
+    leaves = [torch.randn(512 // 2, 1, 2, 8, requires_grad=True) for _ in range(3)]
+    starts = (torch.arange(512) // 200 * 200).unsqueeze(0)
     group = parallel_state.get_context_parallel_group()
     largest = LargestTensor()
     forward, backward = (_watched(largest, getattr(piecewise_attention, name)) for name in ("_forward", "_backward"))
     with mock.patch.multiple(piecewise_attention, _forward=forward, _backward=backward):
         for documents in (None, own_chunks(starts)):
             attend_in_pieces(*leaves, documents, 0.0, group).sum().backward()
-    return largest.most
-
-
-def test_attention_memory_is_not_quadratic():
-    keys_and_values = 2 * 512 * 2 * 8
-    assert run_distributed(_largest_of_cut_attention, 2, 512) == [keys_and_values] * 2
+    assert largest.most == keys_and_values
 
 
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 7]])  # [b, s]

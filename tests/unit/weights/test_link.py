@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.base import checked_json, job_secret
+from core.base import checked_json
 from core.base.errors import WeightsError
+from core.rendezvous import job_secret
 from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, link
 from core.weights.link import Link
 from core.weights.messages import Bucket, Failure, Full, Patch, as_json, hash_bucket, new_hash, parse_message

@@ -18,7 +18,7 @@ from core.dist_checkpointing.gathering import move
 from core.distributed import wrap_model
 from core.weights import WeightStream, receive_shards, send_shards
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.weights._live_bytes import LiveBytes
 from tests.unit.weights._models import BUCKET, CONFIGS, gpt, optimizer_of, start, train, wrapped
 
@@ -106,7 +106,9 @@ def test_other_shapes_and_made_tensors_are_refused():
     assert all("\n" not in message for message in sender)
 
 
-def _live(placement: Any) -> tuple[int, int]:
+@on_ranks(4)
+def test_a_rank_holds_a_bucket_of_copies():
+    placement = [Shard(0)]
     start()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     receives = dist.get_rank() >= 2
@@ -122,12 +124,8 @@ def _live(placement: Any) -> tuple[int, int]:
 
     with mock.patch("core.weights.stream.move", measured):
         receive_shards(targets, dist.group.WORLD) if receives else send_shards(stream, dist.group.WORLD)
-    return live.peak, 10000 + largest
-
-
-def test_a_rank_holds_a_bucket_of_copies():
-    for peak, bound in run_distributed(_live, 4, [Shard(0)]):
-        assert peak <= bound
+    peak, bound = live.peak, 10000 + largest
+    assert peak <= bound
 
 
 def _receives_into_a_wrapper(kind: str) -> bool:

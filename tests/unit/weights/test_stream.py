@@ -20,8 +20,8 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.lora import merge_lora
 from core.weights import PatchStream, WeightStream
 from core.weights.stream import flattened
-from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._quick import needs, quick
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole_weights
 from tests.unit.distributed._hugging_face import hugging_face_model
 from tests.unit.weights._live_bytes import LiveBytes
@@ -127,26 +127,22 @@ def test_stages_of_a_pipeline_go_out_as_one_model(kind: str, vpp: int | None, ex
     assert run_distributed(_of_stages, size, kind, tmp_path / "model", vpp, fields) == [[]] * size
 
 
-def _equals_saved(case: str, kind: str, folder: Path) -> list[str]:
-    """Returns what differs between the stream of a model of transformers' and the file that it writes."""
+@pytest.mark.parametrize(("case", "kind"), [("mixtral", "zero3"), ("qwen3_moe", "fsdp2"), ("llama", "zero3")])
+@needs("transformers")
+@on_ranks(2)
+def test_stacked_experts_go_out_as_in_files(case: str, kind: str, tmp_path: Path):
     from safetensors.torch import load_file
 
     model = hugging_face_model(case, **TRANSFORMERS[case])
     if dist.get_rank() == 0:
-        model.save_pretrained(folder)
+        model.save_pretrained(tmp_path)
     dist.barrier()
-    expected = load_file(folder / "model.safetensors")
+    expected = load_file(tmp_path / "model.safetensors")
     received = dict(
         WeightStream(wrap_model(model, SimpleNamespace(), CONFIGS[kind](), process_group=dist.group.WORLD))
     )
     assert received.keys() == expected.keys()
-    return [name for name, value in received.items() if not torch.equal(value, expected[name])]
-
-
-@pytest.mark.parametrize(("case", "kind"), [("mixtral", "zero3"), ("qwen3_moe", "fsdp2"), ("llama", "zero3")])
-def test_stacked_experts_go_out_as_in_files(case: str, kind: str, tmp_path: Path):
-    pytest.importorskip("transformers")
-    assert run_distributed(_equals_saved, 2, case, kind, tmp_path) == [[], []]
+    assert [name for name, value in received.items() if not torch.equal(value, expected[name])] == []
 
 
 def test_stacked_experts_of_an_unknown_model_are_refused():
@@ -157,27 +153,25 @@ def test_stacked_experts_of_an_unknown_model_are_refused():
         WeightStream(model)
 
 
-def _merges(kind: str) -> list[str]:
-    start()
-    serial = gpt(lora=True)
-    merge_lora(serial)
-    expected = dict(WeightStream(serial, process_group=_alone()))
-    received = dict(WeightStream(wrapped(kind, gpt(lora=True)), bucket_bytes=BUCKET))
-    assert received.keys() == expected.keys()
-    return [name for name, value in received.items() if not torch.equal(value, expected[name])]
-
-
 def _alone() -> dist.ProcessGroup:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+@on_ranks(2)
 def test_adapters_are_merged_as_in_one_process(kind: str):
-    assert run_distributed(_merges, 2, kind) == [[], []]
+    start()
+    serial = gpt(lora=True)
+    merge_lora(serial)
+    expected = dict(WeightStream(serial, process_group=_alone()))
+    received = dict(WeightStream(wrapped(kind, gpt(lora=True)), bucket_bytes=BUCKET))
+    assert received.keys() == expected.keys()
+    assert [name for name, value in received.items() if not torch.equal(value, expected[name])] == []
 
 
-def _adapters_alone() -> set[str]:
+@on_ranks(2)
+def test_adapters_alone_have_pefts_names():
     start()
     model = wrapped("zero3", gpt(lora=True))
     stream = WeightStream(model, adapters="only", dtype=torch.bfloat16)
@@ -189,11 +183,7 @@ def _adapters_alone() -> set[str]:
     up = received["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
     assert torch.equal(up, low_out[1::2].to(torch.bfloat16))
     assert set(stream.views) == {name for name in stream.views if ".adapter." in name}
-    return set(received)
-
-
-def test_adapters_alone_have_pefts_names():
-    names = run_distributed(_adapters_alone, 2)[0]
+    names = set(received)
     layers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     modules = (*layers, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     assert names == {
@@ -249,7 +239,8 @@ def test_live_bytes_stay_below_the_bound(kind: str, bucket: int):
     assert 0 < on_receiver <= bound and on_other <= bound
 
 
-def _bad_input() -> list[str]:
+@on_ranks(2)
+def test_bad_input_is_one_line():
     start()
     model = wrapped("zero3", gpt())
     messages = []
@@ -262,11 +253,6 @@ def _bad_input() -> list[str]:
     with pytest.raises(ShardstackError) as middle:
         next(iter(WeightStream(model)))
     messages.append(str(middle.value))
-    return messages
-
-
-def test_bad_input_is_one_line():
-    messages = run_distributed(_bad_input, 2)[0]
     assert all("\n" not in message for message in messages)
     parts = ("names is 'torch'", "only names nothing", "the group has 2 ranks", "without adapters", "in mid-step")
     assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
@@ -279,22 +265,18 @@ def test_flattened_buckets_have_element_offsets():
     assert torch.equal(flat[:6].view(2, 3), bucket[0][1]) and integers.dtype is torch.int32
 
 
-def _boxes_of_ranges() -> list[str]:
-    """Returns the tensors with a box that could not be received in place."""
+@on_ranks(2)
+def test_flat_ranges_are_received_in_place():
     start()
     tensors = WeightStream(wrapped("zero3", gpt()), "module")
-    return [
+    assert [
         name
         for name, boxes in tensors.owners.items()
         for offsets, sizes in boxes
         if not torch.empty(tensors.views[name].shape)[
             tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         ].is_contiguous()
-    ]
-
-
-def test_flat_ranges_are_received_in_place():
-    assert run_distributed(_boxes_of_ranges, 2) == [[], []]
+    ] == []
 
 
 class _Averages(nn.Module):
@@ -312,8 +294,9 @@ class _Averages(nn.Module):
         return x.square().mean()
 
 
-def _keeps_a_stream(kind: str) -> list[str]:
-    """Returns what a stream and patches that are kept over steps do not have of the model."""
+@pytest.mark.parametrize("kind", CONFIGS)
+@on_ranks(2)
+def test_a_kept_stream_sends_the_tensors_of_the_moment(kind: str):
     module, problems = _Averages(), []
     model = wrap_model(module, None, CONFIGS[kind](), process_group=dist.group.WORLD, sub_modules_to_wrap=(nn.Linear,))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
@@ -353,12 +336,7 @@ def _keeps_a_stream(kind: str) -> list[str]:
     module.register_buffer("more", torch.zeros(1))
     with pytest.raises(CheckpointError, match=r"more has another shape.*build it anew"):
         dict(stream)
-    return problems
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_kept_stream_sends_the_tensors_of_the_moment(kind: str):
-    assert run_distributed(_keeps_a_stream, 2, kind) == [[], []]
+    assert problems == []
 
 
 def test_codes_are_not_merged_with_adapters():

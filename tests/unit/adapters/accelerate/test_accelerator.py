@@ -15,15 +15,8 @@ from torch.utils.data import DataLoader
 from core.weights import WeightStream
 from tests.unit._quick import needs, quick
 from tests.unit._spawn import on_ranks, run_distributed
-from tests.unit.adapters.accelerate._trainers import (
-    STRATEGIES,
-    counted_reductions,
-    fresh_accelerate,
-    pad,
-    samples,
-    some_and_others,
-    tiny,
-)
+from tests.unit.adapters.accelerate._trainers import STRATEGIES, fresh_accelerate, pad, samples, some_and_others, tiny
+from tests.unit.distributed._toys import recorded_collectives
 
 pytestmark = needs("accelerate", "transformers")
 
@@ -65,7 +58,7 @@ class Loop:
         """Returns the norms and the reductions of each step."""
         norms: list[float] = []
         reductions: list[int] = []
-        with counted_reductions() as begun:
+        with recorded_collectives("the gradients of") as begun:
             for batch in self.loader:
                 with self.accelerator.accumulate(self.model):
                     self.accelerator.backward(self.model(**batch).loss)
@@ -227,10 +220,9 @@ def test_save_state_and_load_state_continue_bitwise(pairs, tmp_path):
 
 @on_ranks(2)
 def test_hooks_and_the_ways_to_save_a_model_work(tmp_path) -> None:
-    folder = str(tmp_path)
     for strategy in ("optim_grads_params", "fsdp2"):
         with fresh_accelerate():
-            _save_in_every_way(f"{folder}/{strategy}", Loop(strategy))
+            _save_in_every_way(f"{tmp_path}/{strategy}", Loop(strategy))
 
 
 def _save_in_every_way(folder: str, loop: Loop) -> None:
@@ -298,14 +290,13 @@ def test_two_backwards_of_a_step_count_both_or_raise(strategy):
 
 @on_ranks(1)
 def test_a_state_that_was_saved_without_is_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     from core.base.errors import CheckpointError
 
     with fresh_accelerate():
         loop = Loop(None)
         loop.epoch()
-        loop.accelerator.save_state(folder)
+        loop.accelerator.save_state(tmp_path)
     with fresh_accelerate():
         loop = Loop("optim")
         with pytest.raises(CheckpointError, match="was not saved by an accelerator of use_shardstack"):
-            loop.accelerator.load_state(folder)
+            loop.accelerator.load_state(tmp_path)

@@ -150,7 +150,6 @@ def test_what_has_no_counterpart_is_said_in_one_line(tmp_path):
 
 @on_ranks(1)
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     from core.base.errors import CheckpointError
 
     def trainer(strategy: str | None, where: str, optimizer: Any = torch.optim.AdamW) -> Any:
@@ -162,18 +161,17 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path) -> None:
         (("optim", "b"), ("no_shard", "b", torch.optim.Adagrad), "resume with the optimizer that saved it"),
     ):
         with fresh_accelerate():
-            trainer(saving[0], f"{folder}/{saving[1]}").train()
+            trainer(saving[0], f"{tmp_path}/{saving[1]}").train()
         with fresh_accelerate(), pytest.raises(CheckpointError, match=said):
             name, where, *optimizer = resuming
-            trainer(name, f"{folder}/{where}", *optimizer).train(resume_from_checkpoint=True)
+            trainer(name, f"{tmp_path}/{where}", *optimizer).train(resume_from_checkpoint=True)
 
 
 @on_ranks(1)
 def test_ranks_that_would_train_alone_are_named(tmp_path) -> None:
-    folder = str(tmp_path)
     from core.adapters.accelerate import use_shardstack
 
     with fresh_accelerate():
-        trainer = trainer_of(tiny("llama"), folder, None)
+        trainer = trainer_of(tiny("llama"), tmp_path, None)
         with mock.patch.dict("os.environ", WORLD_SIZE="2"), pytest.raises(ConfigError, match="use_cpu=True"):
             use_shardstack(trainer)

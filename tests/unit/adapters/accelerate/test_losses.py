@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters.accelerate._trainers import STRATEGIES, Trained, fresh_accelerate, tiny, train, trainer_of
 from tests.unit.adapters.accelerate.test_trainer import EPS, assert_as_one_process, assert_same_bits
 from tests.unit.distributed._hugging_face import VOCAB
@@ -39,16 +39,6 @@ def _own_class(kind: str) -> Any:
     return {"mean of ranks": MeanOfRanks, "doubled": Doubled}[kind]
 
 
-def _with_own_loss(kind: str, folder: str, strategies: list[str | None], arguments: dict[str, Any]) -> list[Trained]:
-    found = []
-    for strategy in strategies:
-        with fresh_accelerate():
-            trainer = trainer_of(tiny("llama"), folder, strategy, cls=_own_class(kind), **arguments)
-            trainer.loss_is_scaled_for_ga = True
-            found.append(train(trainer))
-    return found
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -60,9 +50,17 @@ def _with_own_loss(kind: str, folder: str, strategies: list[str | None], argumen
     ],
     ids=["mean of ranks", "doubled", "tokens of ranks apart"],
 )
+@on_ranks(2)
 def test_a_loss_of_a_subclass_counts_as_under_torchs_ddp(kind, arguments, tmp_path):
     strategies = [None, "optim_grads_params", "fsdp2"]
-    expected, *found = run_distributed(_with_own_loss, 2, kind, str(tmp_path), strategies, arguments)[0]
+    folder = str(tmp_path)
+    found = []
+    for strategy in strategies:
+        with fresh_accelerate():
+            trainer = trainer_of(tiny("llama"), folder, strategy, cls=_own_class(kind), **arguments)
+            trainer.loss_is_scaled_for_ga = True
+            found.append(train(trainer))
+    expected, *found = found
     assert len(found) == 2
     for trained in found:
         assert_as_one_process(trained, expected)

@@ -10,7 +10,7 @@ import torch
 
 from core.base.errors import CheckpointError
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters.accelerate._trainers import (
     STRATEGIES,
     Trained,
@@ -204,10 +204,16 @@ def test_evaluation_and_generation_in_training_change_nothing(strategies, tmp_pa
 SAVES = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01}
 
 
-def _saved_and_resumed(folder: str, pairs: list[tuple[str, str]]) -> list[tuple[Trained, Trained]]:
+SOME = [("optim", "optim"), ("optim_grads_params", "optim_grads_params"), ("fsdp2", "optim_grads")]
+OTHERS = [("no_shard", "no_shard"), ("optim_grads", "optim_grads"), ("fsdp2", "fsdp2"), ("no_shard", "fsdp2")]
+
+
+@some_and_others("pairs", SOME, OTHERS)
+@on_ranks(2)
+def test_a_run_resumes_bitwise_under_its_or_another_strategy(pairs, tmp_path):
     found = []
     for number, (saving, resuming) in enumerate(pairs):
-        where = f"{folder}/{number}"
+        where = f"{tmp_path}/{number}"
         with fresh_accelerate():
             whole = train(trainer_of(tiny("qwen3", attention_dropout=0.1), where, saving, **SAVES))
         with fresh_accelerate():
@@ -216,19 +222,9 @@ def _saved_and_resumed(folder: str, pairs: list[tuple[str, str]]) -> list[tuple[
                 for parameter in trainer.model.parameters():
                     parameter.zero_()  # all that counts is in the checkpoint
             found.append((whole, train(trainer, resume_from_checkpoint=f"{where}/checkpoint-2")))
-    return found
-
-
-SOME = [("optim", "optim"), ("optim_grads_params", "optim_grads_params"), ("fsdp2", "optim_grads")]
-OTHERS = [("no_shard", "no_shard"), ("optim_grads", "optim_grads"), ("fsdp2", "fsdp2"), ("no_shard", "fsdp2")]
-
-
-@some_and_others("pairs", SOME, OTHERS)
-def test_a_run_resumes_bitwise_under_its_or_another_strategy(pairs, tmp_path):
-    for of_rank in run_distributed(_saved_and_resumed, 2, str(tmp_path), pairs):
-        for whole, resumed in of_rank:
-            assert resumed.losses == whole.losses  # those before the checkpoint are in the trainer's state
-            assert_same_bits(resumed, whole)
+    for whole, resumed in found:
+        assert resumed.losses == whole.losses  # those before the checkpoint are in the trainer's state
+        assert_same_bits(resumed, whole)
 
 
 def _saved(folder: str, strategies: list[str]) -> list[dict[str, Any]]:
@@ -273,12 +269,13 @@ def test_save_pretrained_writes_the_best_model_of_the_run(strategies, tmp_path):
         verify(best / "shardstack")
 
 
-def _best_of_weights(folder: str) -> str:
+@on_ranks(2)
+def test_the_best_model_is_loaded_from_weights_alone(tmp_path):
     import transformers
 
     with fresh_accelerate():
         trainer = trainer_of(
-            tiny("llama", tied=True), folder, "optim_grads_params", save_strategy="steps", save_steps=1,
+            tiny("llama", tied=True), tmp_path, "optim_grads_params", save_strategy="steps", save_steps=1,
             save_only_model=True, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
             metric_for_best_model="eval_loss", greater_is_better=True,
         )  # fmt: skip
@@ -294,24 +291,17 @@ def _best_of_weights(folder: str) -> str:
         trainer.accelerator.wait_for_everyone()
         with pytest.raises(CheckpointError) as refused:
             trainer._load_best_model()
-        return str(refused.value)
+        message = str(refused.value)
+    assert "is no safetensors file, or damaged" in message
 
 
-def test_the_best_model_is_loaded_from_weights_alone(tmp_path):
-    for message in run_distributed(_best_of_weights, 2, str(tmp_path)):
-        assert "is no safetensors file, or damaged" in message
-
-
-def _trained_twice(folder: str) -> tuple[Trained, Trained]:
+@on_ranks(2)
+def test_a_trainer_trains_twice(tmp_path):
     with fresh_accelerate():
-        trainer = trainer_of(tiny("llama"), folder, "optim_grads_params", num_train_epochs=1)
+        trainer = trainer_of(tiny("llama"), tmp_path, "optim_grads_params", num_train_epochs=1)
         first = train(trainer)
         trainer.train()
-        return first, result(trainer, [])
-
-
-def test_a_trainer_trains_twice(tmp_path):
-    first, second = run_distributed(_trained_twice, 2, str(tmp_path))[0]
+        first, second = first, result(trainer, [])
     assert len(first.losses) == len(second.losses) == 2 and first.losses != second.losses
 
 

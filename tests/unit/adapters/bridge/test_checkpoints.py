@@ -15,11 +15,11 @@ from torch import nn
 
 from core.adapters.bridge.checkpoints import load_trained, save_trained
 from core.adapters.bridge.trained import Trained, build_update
-from core.adapters.bridge.translation import config_of
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_metadata
 from core.dist_checkpointing.format.json_values import decode, encode
 from core.distributed import wrap_model
+from core.distributed.fully_sharded_data_parallel_config import config_of
 from tests.unit._spawn import on_ranks
 
 VALUES: list[Any] = [
@@ -73,18 +73,17 @@ def _masters(trained: Trained) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_bf16_masters_are_saved_in_place_of_weights(tmp_path) -> None:
-    folder = str(tmp_path)
     trained = _trained()
     _step(trained)
-    save_trained(Path(folder, "now"), trained, trained.model_tensors())
-    assert load_metadata(folder + "/now")["model_tensors"] == ["model.bias", "model.weight"]
+    save_trained(Path(tmp_path, "now"), trained, trained.model_tensors())
+    assert load_metadata(tmp_path / "now")["model_tensors"] == ["model.bias", "model.weight"]
     state = _masters(trained)
     _step(trained)
     expected = _masters(trained)
     again = _trained()
     for group in again.optimizer.param_groups:
         group["lr"] = 7.0
-    load_trained(Path(folder, "now"), again, again.model_tensors())
+    load_trained(Path(tmp_path, "now"), again, again.model_tensors())
     assert again.optimizer.param_groups[0]["lr"] == 0.1
     assert all(torch.equal(value, state[name]) for name, value in _masters(again).items())
     _step(again)
@@ -93,15 +92,14 @@ def test_bf16_masters_are_saved_in_place_of_weights(tmp_path) -> None:
 
 @on_ranks(2)
 def test_state_that_an_optimizer_would_drop_is_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     trained = _trained(bf16=False)
     _step(trained)
-    save_trained(Path(folder, "a"), trained, trained.model_tensors())
+    save_trained(Path(tmp_path, "a"), trained, trained.model_tensors())
     without = _trained(momentum=0.0, bf16=False)
     before = {name: tensor.clone() for name, tensor in without.wrapper.module.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"only one side has optimizer\.momentum_buffer"):
-        load_trained(Path(folder, "a"), without, without.model_tensors())
+        load_trained(Path(tmp_path, "a"), without, without.model_tensors())
     with pytest.raises(CheckpointError, match=r"only one side has model\.bias"):
-        load_trained(Path(folder, "a"), trained, {"weight": trained.model_tensors()["weight"]})
+        load_trained(Path(tmp_path, "a"), trained, {"weight": trained.model_tensors()["weight"]})
     assert all(torch.equal(t, before[n]) for n, t in without.wrapper.module.state_dict().items()), "nothing is written"
-    load_trained(Path(folder, "a"), without, without.model_tensors(), with_optimizer=False)
+    load_trained(Path(tmp_path, "a"), without, without.model_tensors(), with_optimizer=False)

@@ -12,7 +12,7 @@ from core.adapters.bridge.translation import Replicas
 from core.base.errors import ParallelConfigError, ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters._adapters import Net, batch
 
 
@@ -143,11 +143,8 @@ def test_reentrant_checkpoints_lose_no_gradient(num_checkpointed: int) -> None:
     assert_same_sums(found, expected, additions=11)  # two micro-batches of two ranks, each a sum over three rows
 
 
+@on_ranks(1)
 def test_gradients_that_are_sharded_are_not_finished_in_backward():
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    run_distributed(_is_refused, 1, settings)
-
-
-def _is_refused(settings: DistributedDataParallelConfig) -> None:
     with pytest.raises(ParallelConfigError, match=r"finish_in_backward leaves whole gradients .* 'optim'"):
         DistributedDataParallel(None, settings, Net(), process_group=dist.group.WORLD, finish_in_backward=True)

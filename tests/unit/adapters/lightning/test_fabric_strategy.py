@@ -46,7 +46,6 @@ def _loop(fabric, model, optimizer, steps) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding.startswith(("optim_grads", "fsdp2"))))
 @on_ranks(2)
 def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path) -> None:
-    folder = str(tmp_path)
     expected = serial(2)
     with ranks_of_lightning():
         fabric = fabric_of(sharding)
@@ -58,13 +57,13 @@ def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path)
         weights = whole(net)
         assert all(torch.equal(weights[name.removeprefix("net.")], value) for name, value in expected[2].items())
 
-        fabric.save(f"{folder}/a", {"model": model, "optimizer": optimizer, "step": STEPS, "best": (1.5, None)})
+        fabric.save(f"{tmp_path}/a", {"model": model, "optimizer": optimizer, "step": STEPS, "best": (1.5, None)})
         more = _loop(fabric, model, optimizer, range(STEPS, STEPS + 2))
         again = Net()
         again.head.weight.data.zero_()
         model, optimizer = fabric.setup(again, torch.optim.SGD(again.parameters(), 0.1, momentum=0.9))
         state = {"model": model, "optimizer": optimizer, "step": 0}
-        assert fabric.load(f"{folder}/a", state) == {"best": (1.5, None)}
+        assert fabric.load(f"{tmp_path}/a", state) == {"best": (1.5, None)}
         assert state["step"] == STEPS
         assert _loop(fabric, model, optimizer, range(STEPS, STEPS + 2)) == more
         ended, expected_end = whole(again), whole(net)
@@ -73,7 +72,6 @@ def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path)
 
 @on_ranks(2)
 def test_unsupported_uses_are_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     with ranks_of_lightning():
         fabric = fabric_of("optim")
         fabric.launch()
@@ -97,16 +95,15 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
         fabric.clip_gradients(model, optimizer, clip_val=1e-4)
         optimizer.step()
         with pytest.raises(CheckpointError, match=r"values\.fn is a builtin_function_or_method"):
-            fabric.save(f"{folder}/a", {"model": model, "fn": len})
+            fabric.save(f"{tmp_path}/a", {"model": model, "fn": len})
         with pytest.raises(CheckpointError, match="2 models"):
-            fabric.save(f"{folder}/a", {"model": model, "other": Net()})
+            fabric.save(f"{tmp_path}/a", {"model": model, "other": Net()})
         with pytest.raises(ConfigError, match="precision is '16-true'"):
             lightning.Fabric(accelerator="cpu", devices=2, strategy="shardstack", precision="16-true")
 
 
 @on_ranks(2)
 def test_a_schedule_is_saved_and_continued(tmp_path) -> None:
-    folder = str(tmp_path)
     with ranks_of_lightning():
         fabric = fabric_of("optim")
         fabric.launch()
@@ -119,9 +116,9 @@ def test_a_schedule_is_saved_and_continued(tmp_path) -> None:
                 _loop(fabric, model, optimizer, range(2))
                 schedules[0].step()
                 saved = {"model": model, "optimizer": optimizer, "schedule": schedules[0]}
-                fabric.save(f"{folder}/a", saved)
+                fabric.save(f"{tmp_path}/a", saved)
         state = {"model": model, "optimizer": optimizer, "schedule": schedules[1]}
-        assert fabric.load(f"{folder}/a", state) == {} and state["schedule"] is schedules[1]
+        assert fabric.load(f"{tmp_path}/a", state) == {} and state["schedule"] is schedules[1]
         assert schedules[1].state_dict() == schedules[0].state_dict() and schedules[1].last_epoch == 1
         assert optimizer.param_groups[0]["lr"] == 0.25
         net = Net()
@@ -130,18 +127,18 @@ def test_a_schedule_is_saved_and_continued(tmp_path) -> None:
         weight, bias = net.head.weight, [p for p in net.parameters() if p is not net.head.weight]
         groups = [{"params": [weight], "lr": 0.5}, {"params": bias, "lr": 0.1}]
         model, optimizer = fabric.setup(net, torch.optim.SGD(groups))
-        fabric.save(f"{folder}/two", {"model": model, "optimizer": optimizer})
-        fabric.load(f"{folder}/a", {"model": model, "optimizer": optimizer})
+        fabric.save(f"{tmp_path}/two", {"model": model, "optimizer": optimizer})
+        fabric.load(f"{tmp_path}/a", {"model": model, "optimizer": optimizer})
         assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25], "what their one group had"
         net = Net()
         with torch.no_grad():
             net.head.weight.fill_(1.0)
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.5))
         with pytest.raises(CheckpointError, match=r"parameter \S+ was saved in groups with different settings"):
-            fabric.load(f"{folder}/two", {"model": model, "optimizer": optimizer})
+            fabric.load(f"{tmp_path}/two", {"model": model, "optimizer": optimizer})
         assert (whole(net)["head.weight"] == 1.0).all(), "refused before the model is filled"
         with pytest.raises(CheckpointError, match="SGD was not set up"):
-            fabric.save(f"{folder}/b", {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 0.1)})
+            fabric.save(f"{tmp_path}/b", {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 0.1)})
 
 
 def _two_layers() -> tuple[nn.Linear, nn.Linear]:

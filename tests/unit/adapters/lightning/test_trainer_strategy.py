@@ -25,7 +25,7 @@ from core.adapters.lightning import ShardstackFabricStrategy, ShardstackStrategy
 from core.base.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from tests.unit._quick import quick
-from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters.lightning._module import (
     CLIP,
     MICRO_BATCHES,
@@ -52,9 +52,8 @@ def _fitted(sharding: Any, folder: str, module: L.LightningModule | None = None,
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @on_ranks(2)
 def test_a_training_is_that_of_one_process(sharding, tmp_path) -> None:
-    folder = str(tmp_path)
     with ranks_of_lightning():
-        module = _fitted(sharding, folder)
+        module = _fitted(sharding, tmp_path)
     losses, norms, weights = serial(2)
     assert max(norms) > CLIP
     assert module.seen == losses[dist.get_rank()]
@@ -66,29 +65,24 @@ def test_a_training_is_that_of_one_process(sharding, tmp_path) -> None:
 @pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim", "fsdp2")))
 @on_ranks(2)
 def test_adamw_trains_as_in_one_process(sharding, tmp_path) -> None:
-    folder = str(tmp_path)
     _, _, weights = serial(2, "adamw")
     with ranks_of_lightning():
-        found = whole(_fitted(sharding, folder, Module("adamw")))
+        found = whole(_fitted(sharding, tmp_path, Module("adamw")))
     torch.testing.assert_close(found, weights, **bounds(STEPS))
 
 
-def _counted(sharding: str, folder: str) -> list[int]:
-    """Counts reductions of a training with several micro-batches a step, and with one."""
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
+@on_ranks(2)
+def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
     counts = []
     for micro_batches in (1, MICRO_BATCHES, 1):  # the first also makes groups, on which ranks agree
         settings = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": None}
-        made = trainer(ShardstackStrategy(sharding), folder, **settings)
+        made = trainer(ShardstackStrategy(sharding), tmp_path, **settings)
         with ranks_of_lightning(), CountedTraffic() as traffic:
             made.fit(Module(), loader(dist.get_rank(), micro_batches=micro_batches))
         counts.append(traffic.reductions)
-    return counts[1:]
-
-
-@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
-def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
-    for with_accumulation, without in run_distributed(_counted, 2, sharding, str(tmp_path)):
-        assert with_accumulation == without and without % STEPS == 0 and without > 0
+    with_accumulation, without = counts[1:]
+    assert with_accumulation == without and without % STEPS == 0 and without > 0
 
 
 @pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
@@ -96,17 +90,16 @@ def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
 def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path) -> None:
     """Trains two epochs, and the second again from the checkpoint of the first, with callbacks, loggers,
     validation."""
-    folder = str(tmp_path)
 
     def parts(version: str) -> dict[str, Any]:
-        saver = ModelCheckpoint(f"{folder}/{version}", monitor="val_loss", save_top_k=1, save_last=True)
+        saver = ModelCheckpoint(f"{tmp_path}/{version}", monitor="val_loss", save_top_k=1, save_last=True)
         callbacks = [saver, EarlyStopping("val_loss", patience=5), LearningRateMonitor()]
-        logger = CSVLogger(folder, version=version)
+        logger = CSVLogger(tmp_path, version=version)
         return {"callbacks": callbacks, "logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1}
 
     def fit(version: str, epochs: int, checkpoint: str | None = None) -> tuple[Module, L.Trainer]:
         module = Dropped("adamw")
-        made = trainer(ShardstackStrategy(sharding), folder, max_epochs=epochs, **parts(version))
+        made = trainer(ShardstackStrategy(sharding), tmp_path, max_epochs=epochs, **parts(version))
         rank = dist.get_rank()
         made.fit(module, loader(rank), loader(rank, 1, 1, first=100), ckpt_path=checkpoint)
         return module, made
@@ -115,18 +108,18 @@ def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path) 
         straight, whole_run = fit("whole", 2)
         first, _ = fit("first", 1)
         torch.manual_seed(999)
-        second, resumed = fit("second", 2, f"{folder}/first/last.ckpt")
+        second, resumed = fit("second", 2, f"{tmp_path}/first/last.ckpt")
     assert first.seen + second.seen == straight.seen
     expected, found = whole(straight), whole(second)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert resumed.global_step == whole_run.global_step == 2 * STEPS
     assert resumed.callback_metrics["val_loss"] == whole_run.callback_metrics["val_loss"]
     if dist.get_rank() == 0:
-        saved = sorted(path.name for path in Path(folder, "whole").iterdir() if path.suffix == ".ckpt")
+        saved = sorted(path.name for path in Path(tmp_path, "whole").iterdir() if path.suffix == ".ckpt")
         assert len(saved) == 2 and "last.ckpt" in saved, "one best, the older removed, and the last"
-        index = json.loads(Path(folder, "whole", "last.ckpt", "checkpoint.json").read_text())
+        index = json.loads(Path(tmp_path, "whole", "last.ckpt", "checkpoint.json").read_text())
         assert all(entry["hash"] for entry in index["tensors"].values())
-        rows = Path(folder, "lightning_logs", "whole", "metrics.csv").read_text()
+        rows = Path(tmp_path, "lightning_logs", "whole", "metrics.csv").read_text()
         assert "lr-AdamW" in rows and "val_loss" in rows
 
 
@@ -147,45 +140,43 @@ class Dropped(Module):
 @on_ranks(2)
 def test_a_checkpoint_goes_from_one_sharding_to_another(tmp_path) -> None:
     """Saves under one sharding and optimizer class, and continues under another."""
-    folder = str(tmp_path)
     with ranks_of_lightning():
         module = Module("adamw")
-        made = trainer(ShardstackStrategy("fsdp2"), folder)
+        made = trainer(ShardstackStrategy("fsdp2"), tmp_path)
         made.fit(module, loader(dist.get_rank()))
-        made.save_checkpoint(f"{folder}/a.ckpt")
-        made.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        made.save_checkpoint(f"{tmp_path}/a.ckpt")
+        made.save_checkpoint(f"{tmp_path}/weights.ckpt", weights_only=True)
         expected = whole(module)
         for sharding in ("optim", "optim_grads_params", "no_shard"):
             other = Module("adamw")
-            again = trainer(ShardstackStrategy(sharding), folder, max_epochs=1)
-            again.fit(other, loader(dist.get_rank()), ckpt_path=f"{folder}/a.ckpt")  # trained to its end already
+            again = trainer(ShardstackStrategy(sharding), tmp_path, max_epochs=1)
+            again.fit(other, loader(dist.get_rank()), ckpt_path=f"{tmp_path}/a.ckpt")  # trained to its end already
             found = whole(other)
             assert not other.seen and all(torch.equal(found[name], value) for name, value in expected.items())
             moments = again.strategy._trained.updates.state_tensors()
             assert len(moments) == 2 * len(expected)
         evaluated = Module()
-        made = trainer(ShardstackStrategy("optim_grads_params"), folder)
+        made = trainer(ShardstackStrategy("optim_grads_params"), tmp_path)
         metrics = made.validate(
-            evaluated, loader(dist.get_rank(), 1, 1), ckpt_path=f"{folder}/weights.ckpt", verbose=False
+            evaluated, loader(dist.get_rank(), 1, 1), ckpt_path=f"{tmp_path}/weights.ckpt", verbose=False
         )
         assert metrics[0]["val_loss"] > 0
         assert all(torch.equal(whole(evaluated)[name], value) for name, value in expected.items())
         with pytest.raises(CheckpointError, match="holds weights alone"):
-            trainer(ShardstackStrategy(), folder).fit(
-                Module(), loader(dist.get_rank()), ckpt_path=f"{folder}/weights.ckpt"
+            trainer(ShardstackStrategy(), tmp_path).fit(
+                Module(), loader(dist.get_rank()), ckpt_path=f"{tmp_path}/weights.ckpt"
             )
 
 
 @pytest.mark.long
 @on_ranks(2)
 def test_each_precision_trains_or_is_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     with ranks_of_lightning():
-        exact = _fitted("no_shard", folder)
+        exact = _fitted("no_shard", tmp_path)
         for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
             runs = {}
             for sharding in SHARDINGS:
-                module = _fitted(sharding, folder, precision=precision)
+                module = _fitted(sharding, tmp_path, precision=precision)
                 assert {p.dtype for p in module.parameters()} == {dtype}
                 runs[sharding] = module.seen
             # Two ranks add in one order. In bf16 torch's SGD, which updates whole parameters, rounds as ours does not.
@@ -197,7 +188,7 @@ def test_each_precision_trains_or_is_refused(tmp_path) -> None:
             if precision == "16-mixed":  # which Lightning makes bf16-mixed on CPU, and says so
                 continue
             with pytest.raises(ConfigError, match=r"this strategy takes 32-true, bf16-mixed, bf16-true"):
-                trainer(ShardstackStrategy(), folder, precision=precision)
+                trainer(ShardstackStrategy(), tmp_path, precision=precision)
 
 
 class _Manual(Module):
@@ -229,13 +220,12 @@ class _WithBackbone(Module):
 
 @on_ranks(2)
 def test_unsupported_uses_are_refused(tmp_path) -> None:
-    folder = str(tmp_path)
     rank = dist.get_rank()
     one = {"gradient_clip_val": None, "accumulate_grad_batches": 1}  # Lightning itself refuses others by hand
 
     def refused(kind: type[Exception], message: str, module: Any, sharding: Any = "fsdp2", **settings: Any) -> None:
         with pytest.raises(kind, match=message):
-            trainer(ShardstackStrategy(sharding), folder, **settings).fit(module, loader(rank))
+            trainer(ShardstackStrategy(sharding), tmp_path, **settings).fit(module, loader(rank))
 
     with ranks_of_lightning():
         refused(ConfigError, "automatic_optimization=False", _Manual(), **one)
@@ -248,11 +238,11 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
         for sharding in ("optim_grads_params", "fsdp2"):
             refused(ConfigError, f"EMA.* {averaged}", Module(), sharding, callbacks=[EMAWeightAveraging()])
             refused(ConfigError, f"Sto.* {averaged}", Module(), sharding, callbacks=[StochasticWeightAveraging(0.1)])
-        wrapped = _fitted("optim", folder)
+        wrapped = _fitted("optim", tmp_path)
         refused(WrapError, "wrapped already, with another sharding", wrapped, "no_shard")
-        Path(folder, f"file{rank}.ckpt").write_bytes(b"")
+        Path(tmp_path, f"file{rank}.ckpt").write_bytes(b"")
         with pytest.raises(CheckpointError, match="is one file, and this strategy's checkpoints are folders"):
-            trainer(ShardstackStrategy(), folder).fit(Module(), loader(rank), ckpt_path=f"{folder}/file0.ckpt")
+            trainer(ShardstackStrategy(), tmp_path).fit(Module(), loader(rank), ckpt_path=f"{tmp_path}/file0.ckpt")
     for sharding, message in (
         ("zero9", "sharding is 'zero9'; it takes one of no_shard"),
         (None, "sharding is None; it takes a config of core.distributed, or one of no_shard"),
@@ -272,14 +262,13 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
 
 @on_ranks(2)
 def test_settings_and_names(tmp_path) -> None:
-    folder = str(tmp_path)
     with ranks_of_lightning():
         hybrid = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2)
-        module = _fitted(hybrid, folder)
+        module = _fitted(hybrid, tmp_path)
         assert tuple(module.net.head.weight.device_mesh.shape) == (2, 1)
         module = Module()
         strategy = ShardstackStrategy(DistributedDataParallelConfig(use_distributed_optimizer=True), units=["Block"])
-        trainer(strategy, folder).fit(module, loader(dist.get_rank()))
+        trainer(strategy, tmp_path).fit(module, loader(dist.get_rank()))
         assert strategy.wrapper.plan.strategy == "optim"
-        named = trainer("shardstack_optim_grads", folder)
+        named = trainer("shardstack_optim_grads", tmp_path)
         assert named.strategy.settings.sharding_strategy == "optim_grads"

@@ -15,16 +15,11 @@ from torch.distributed.tensor import DTensor
 from core.adapters.nemo import get_hf_tp_shard_plan, nvfsdp_strategy_parallelize
 from core.base.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, finalize_model_grads
-from tests.unit._spawn import on_ranks, run_distributed
-from tests.unit.distributed._hugging_face import (
-    assert_close,
-    hugging_face_model,
-    serial_gradients,
-    token_batches,
-    whole,
-)
+from tests.unit._quick import needs
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._hugging_face import assert_close, hugging_face_model, serial_gradients, token_batches
 from tests.unit.distributed._hugging_face import loss_of as loss_with_labels
-from tests.unit.distributed._toys import batches, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import batches, full, gradients, loss_of, oracle, toy
 
 BLOCK = "tests.unit.distributed._toys.Block"
 
@@ -136,25 +131,22 @@ def test_what_does_not_fit_is_named() -> None:
         _wrapped(_wrapped())
 
 
-def _hybrid_and_tensor_parallel(kind: str) -> None:
-    model = hugging_face_model(kind)
-    expected = serial_gradients(hugging_face_model(kind), 1)
+@needs("transformers")
+@on_ranks(2)
+def test_tensor_parallel_and_hybrid_meshes():
+    model = hugging_face_model("llama")
+    expected = serial_gradients(hugging_face_model("llama"), 1)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     wrapped = nvfsdp_strategy_parallelize(model, mesh, tp_shard_plan=get_hf_tp_shard_plan(model))
     assert isinstance(wrapped.module.lm_head.weight, DTensor)
     prompt, options = torch.tensor([[2, 3]]), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(prompt, **options), hugging_face_model(kind).generate(prompt, **options))
+    assert torch.equal(model.generate(prompt, **options), hugging_face_model("llama").generate(prompt, **options))
     loss_with_labels(wrapped, token_batches(1)[0]).backward()
     wrapped.finish_grad_sync()
-    assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, expected, 3e-6)
+    assert_close({n: full(p.grad) for n, p in model.named_parameters()}, expected, 3e-6)
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         replicas = nvfsdp_strategy_parallelize(toy(), mesh, data_parallel_sharding_strategy=strategy)
         found = _step(replicas)
         assert all(torch.equal(found[n], g) for n, g in oracle().items()), strategy
-
-
-def test_tensor_parallel_and_hybrid_meshes():
-    pytest.importorskip("transformers")
-    run_distributed(_hybrid_and_tensor_parallel, 2, "llama")

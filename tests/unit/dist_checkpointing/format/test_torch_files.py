@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import resource
+import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -14,8 +16,10 @@ import torch.distributed.checkpoint as dcp
 
 from core.base.dtypes import DTYPES
 from core.base.errors import CheckpointError
+from core.base.files import BoundsError
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.format.torch_files import read_tensor_archive
+from core.dist_checkpointing.format.torch_files import check_pickle, read_tensor_archive
+from tests.unit.dist_checkpointing._pieces import Bomb
 
 
 def archive_of(value: object) -> bytes:
@@ -87,16 +91,6 @@ def test_what_is_no_tensor_or_not_all_there_is_refused(kind: str):
     assert len(str(caught.value)) < 500
 
 
-class _Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 @pytest.fixture
 def torch_checkpoint(tmp_path) -> Path:
     state = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "s": torch.tensor(4)}
@@ -121,7 +115,7 @@ def test_what_torch_wrote_is_read_without_unpickling_it(torch_checkpoint, monkey
 def test_entries_of_torch_that_are_no_tensors_are_never_read(tmp_path):
     bomb = tmp_path / "ran"
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"w": torch.ones(2), "step": _Bomb(bomb)}, checkpoint_id=tmp_path / "theirs")
+        dcp.save({"w": torch.ones(2), "step": Bomb(bomb)}, checkpoint_id=tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="not asked for, but in the checkpoint: step"):
         load({"w": torch.zeros(2)}, tmp_path / "theirs")
     w = torch.zeros(2)
@@ -138,9 +132,9 @@ def test_a_pickle_in_place_of_the_description_runs_nothing(torch_checkpoint):
     bomb = torch_checkpoint.parent / "ran"
     honest = (torch_checkpoint / ".metadata").read_bytes()
     whole = pickle.loads(honest)
-    whole.planner_data = _Bomb(bomb)  # a description that is otherwise right
+    whole.planner_data = Bomb(bomb)  # a description that is otherwise right
     attacks = [
-        pickle.dumps(_Bomb(bomb)),
+        pickle.dumps(Bomb(bomb)),
         pickle.dumps(whole),
         f"cos\nsystem\n(S'touch {bomb}'\ntR.".encode(),
         pickle.dumps({"no": "metadata"}),
@@ -174,8 +168,8 @@ def test_a_class_that_a_pickle_edits_is_its_own_stand_in(torch_checkpoint):
 def test_a_payload_that_is_a_pickle_runs_nothing(torch_checkpoint):
     bomb = torch_checkpoint.parent / "ran"
     payload = io.BytesIO()
-    torch.save(_Bomb(bomb), payload)
-    for attack in (payload.getvalue(), pickle.dumps(_Bomb(bomb))):
+    torch.save(Bomb(bomb), payload)
+    for attack in (payload.getvalue(), pickle.dumps(Bomb(bomb))):
         description = pickle.loads((torch_checkpoint / ".metadata").read_bytes())
         file = next(torch_checkpoint.glob("*.distcp"))
         file.write_bytes(attack + bytes(10_000))
@@ -212,10 +206,42 @@ def test_one_list_of_pieces_for_many_tensors_is_not_multiplied(torch_checkpoint)
 def test_a_payload_of_ours_is_bytes_of_any_content(tmp_path):
     """A pickle in a raw file is read as the numbers that its bytes are."""
     bomb = tmp_path / "ran"
-    attack = pickle.dumps(_Bomb(bomb))
+    attack = pickle.dumps(Bomb(bomb))
     save({"w": torch.zeros(len(attack), dtype=torch.uint8)}, tmp_path / "it", metadata={})
     (tmp_path / "it" / "rank_00000.bin").write_bytes(attack)
     state = {"w": torch.zeros(len(attack), dtype=torch.uint8)}
     load(state, tmp_path / "it", verify=False)
     assert bytes(state["w"].tolist()) == attack
     assert not bomb.exists()
+
+
+def anything(_module: str, _name: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".", "numbers a value 4294967295 after 2 instructions"),
+        (b"\x80\x02N" + b"\x85" * 100_000 + b".", "nested more than 64 deep"),
+        (b"\x80\x02N" + b"q\x00h\x00\x86" * 100_000 + b".", "nested more than 64 deep"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".", "expected 4611686018427387904 bytes"),
+        (b"\x80\x04\x8f.", "EMPTY_SET"),
+        (b"\x80\x02)\x81.", "IndexError"),
+        (b"", "pickle exhausted"),
+        (pickle.dumps({"a": (1, 2)})[:-3], "no pickle, or a damaged one"),
+    ],
+)
+def test_a_pickle_asks_for_no_more_than_it_has(data: bytes, said: str):
+    tracemalloc.start()
+    with pytest.raises(BoundsError, match=said):
+        check_pickle(data, anything)
+    assert tracemalloc.get_traced_memory()[1] < 10 * len(data) + (1 << 20)
+    tracemalloc.stop()
+
+
+def test_an_honest_pickle_passes_and_an_unknown_name_does_not():
+    for protocol in range(2, 6):
+        check_pickle(pickle.dumps([{"a": (1, ("b", [2.5, None]))}, Path("x")], protocol), anything)
+    with pytest.raises(BoundsError, match=r"it names 'builtins\.eval'; nothing was run"):
+        check_pickle(b"cbuiltins\neval\n.", lambda module, name: False)

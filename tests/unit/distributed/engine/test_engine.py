@@ -55,7 +55,7 @@ def test_gradients_of_all_ranks_are_the_whole_gradient(kind: str) -> None:
 def test_both_engines_have_all_that_callers_use():
     assert Parameters.__abstractmethods__ == {"settle", "receivers", "held"}
     assert Gradients.__abstractmethods__ == {"reopen", "finish", "zero", "held"}
-    assert Engine.__abstractmethods__ == {"check_direct_step"}
+    assert Engine.__abstractmethods__ == {"names_of_parameters", "prepare_direct_step"}
     kinds = (
         FlatEngine,
         WholeParameters,
@@ -109,7 +109,7 @@ def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
             bounds = planned[name].bounds
             assert gradient.numel() == bounds[part + 1] - bounds[part]
     model.engine.gradients.recover()  # of nothing: gradients stay
-    assert model.gradient_state.is_reduced
+    assert model.step.is_reduced
     model.engine.parameters.settle()
     with model.whole_parameters():
         assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))

@@ -18,7 +18,6 @@ from core.distributed import finalize_model_grads
 from core.distributed.flat.bucket import Bucket
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks
-from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients
 from tests.unit.distributed._toys import BUFFERED, Stack, accumulate, batches, build, gradients, loss_of, oracle, toy
 
 LONGEST_S = 60.0
@@ -39,14 +38,6 @@ def test_a_gather_that_is_under_way_holds_up_no_reduction() -> None:
 
 
 OVERLAPPING = [kind for kind in BUFFERED if kind.endswith("overlap")]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2", "zero2_overlap"])
-@on_ranks(2)
-def test_however_gradients_arrive_they_are_the_serial_ones(kind: str) -> None:
-    for scenario in SCENARIOS.values():
-        for step, found in enumerate(wrapped_gradients(kind, scenario)):
-            assert_same(found, serial_gradients(scenario, step))
 
 
 @on_ranks(2)

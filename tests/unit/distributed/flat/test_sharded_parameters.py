@@ -254,18 +254,16 @@ def _train(kind: str, fields: dict[str, Any], settings: dict[str, Any]) -> tuple
     return seen, weights
 
 
-def _agrees_with_fsdp2(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("num_ranks", quick([1, 2, 4], {1, 2}.__contains__))
+@on_ranks("num_ranks")
+def test_cast_parameters_give_the_bits_of_fsdp2(num_ranks):
+    cases = CASES if num_ranks == 2 else CASES[::2]
     for fields, settings in cases:
         (expected, weights), (found, own) = (_train(kind, fields, settings) for kind in ("fsdp2", "zero3"))
         assert all(map(torch.equal, found, expected)), (fields, settings, found, expected)
         for name, weight in weights.items():
             assert own[name].dtype == weight.dtype == torch.float32, (fields, settings, name)
             assert torch.equal(own[name], weight), (fields, settings, name)
-
-
-@pytest.mark.parametrize("num_ranks", quick([1, 2, 4], {1, 2}.__contains__))
-def test_cast_parameters_give_the_bits_of_fsdp2(num_ranks):
-    run_distributed(_agrees_with_fsdp2, num_ranks, CASES if num_ranks == 2 else CASES[::2])
 
 
 @on_ranks(1)

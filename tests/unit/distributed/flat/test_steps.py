@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,18 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.base.errors import OptimizerError, ShardstackError, WrapError
+from core.base.errors import ShardstackError
 from core.comm import collectives
 from core.distributed import finalize_model_grads
 from core.distributed.distributed_data_parallel import ParamAndGradBuffer
 from core.distributed.flat import unit
-from core.distributed.flat.steps import ParamPlacement
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.main_params import MainParam
-from core.optimizer.optimizer import MegatronOptimizer
 from tests.unit._lane import called_before_waiting
 from tests.unit._spawn import on_ranks
-from tests.unit.distributed._toys import BUFFERED, WRAPPERS, batches, build, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import BUFFERED, batches, build, gradients, loss_of, oracle, toy
 
 GATHERED_LATER = [kind for kind, fields in BUFFERED.items() if "overlap_param_gather" in fields]
 
@@ -119,88 +113,6 @@ def test_buffers_is_megatrons_list_and_torchs_method(kind: str) -> None:
     assert {n: g.tolist() for n, g in gradients(model).items()} == {n: g.tolist() for n, g in expected.items()}
     outer = nn.Sequential(model)
     assert [name for name, _ in outer.named_buffers()] == ["0.module.offset"]
-
-
-def _moves(module: nn.Module) -> None:
-    module.blocks[1].up.weight.data = module.blocks[1].up.weight.data.clone()
-
-
-def _assigns(module: nn.Module) -> None:
-    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-
-
-def _adds(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-    module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-
-CHANGES: dict[Callable[[nn.Module], Any], str] = {
-    _moves: r"the storage of parameter blocks\.1\.up\.weight was replaced",
-    lambda m: m.blocks[1].up.double(): r"the storage of parameter blocks\.1\.up\.weight was replaced",
-    _assigns: r"parameter embedding\.weight was replaced",
-    lambda m: _adds(m.blocks[1].up, "weight", (5, 7)): r"parameter blocks\.1\.up\.weight was replaced",
-    lambda m: _adds(m.blocks[1], "late", (3,)): r"parameter blocks\.1\.late was replaced, added",
-    lambda m: m.frozen.requires_grad_(): r"parameter frozen was replaced, added or made trainable",
-    lambda m: m.blocks[1].up.register_parameter("bias", None): r"parameter blocks\.1\.up\.bias was removed",
-}
-"""Changes of a wrapped model, and what the next call says."""
-
-
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap"])
-@on_ranks(1)
-def test_a_replaced_parameter_is_named_at_the_next_sync(kind: str) -> None:
-    for change, message in CHANGES.items():
-        model = build(kind, toy())
-        model.finish_grad_sync()
-        model.zero_grad_buffer()
-        change(model.module)
-        with pytest.raises(WrapError, match=message):
-            model.finish_grad_sync()
-        with pytest.raises(WrapError, match=message):
-            model.start_param_sync()
-
-
-def _train_step(model: nn.Module, optimizer: MegatronOptimizer) -> None:
-    model.zero_grad_buffer()
-    loss_of(model, batches(0)[0]).backward()
-    finalize_model_grads([model])
-    optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2"])
-@on_ranks(1)
-def test_no_step_updates_parameters_after_one_has_moved(kind: str) -> None:
-    for change, message in CHANGES.items():
-        model = build(kind, toy())
-        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
-        _train_step(model, optimizer)
-        model.finish_param_sync()
-        change(model.module)
-        before = {name: value.clone() for name, value in model.module.state_dict().items()}
-        model.zero_grad_buffer()
-        with pytest.raises((WrapError, OptimizerError), match=message):
-            model.finish_grad_sync()
-            optimizer.step()
-        after = model.module.state_dict()
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-@on_ranks(2)
-def test_parameters_are_checked_once_a_step() -> None:
-    trained = sum(parameter.requires_grad for parameter in toy().parameters())
-    for kind in WRAPPERS:
-        model = build(kind, toy())
-        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
-        _train_step(model, optimizer)
-        with (
-            mock.patch.object(ParamPlacement, "check", autospec=True, side_effect=ParamPlacement.check) as wrapper,
-            mock.patch.object(
-                MainParam, "check_storage", autospec=True, side_effect=MainParam.check_storage
-            ) as storage,
-        ):
-            for _ in range(3):
-                _train_step(model, optimizer)
-        expected = (0, 3 * trained) if kind == "fsdp2" else (3, 0)
-        assert (wrapper.call_count, storage.call_count) == expected, kind
 
 
 # ---- who may step

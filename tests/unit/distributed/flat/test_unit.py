@@ -9,11 +9,14 @@ from torch import nn
 from core.base.errors import UnitError
 from core.base.parameters import kept_range
 from core.distributed import finalize_model_grads
-from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import Stack, batches, build, loss_of, toy
 
 
-def _writes_while_whole(param_dtype: str | None) -> None:
+# One rank without a cast has its parameters in place, without a slot.
+@pytest.mark.parametrize(("world_size", "param_dtype"), [(1, None), (1, "bf16"), (2, None)])
+@on_ranks("world_size")
+def test_an_inner_context_leaves_parameters_whole(world_size: int, param_dtype: str | None):
     model = build("zero3", Stack(layers=2), unit_classes=(nn.Linear,), param_dtype=param_dtype)
     with model.whole_parameters():
         with model.whole_parameters(), torch.no_grad():
@@ -28,12 +31,6 @@ def _writes_while_whole(param_dtype: str | None) -> None:
         assert model.engine.parameters.shard(parameter).eq(2.0).all()
     with model.whole_parameters():
         assert all(parameter.eq(2.0).all() for parameter in model.module.parameters())
-
-
-# One rank without a cast has its parameters in place, without a slot.
-@pytest.mark.parametrize(("world_size", "param_dtype"), [(1, None), (1, "bf16"), (2, None)])
-def test_an_inner_context_leaves_parameters_whole(world_size: int, param_dtype: str | None):
-    run_distributed(_writes_while_whole, world_size, param_dtype)
 
 
 class Pair(nn.Module):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import core
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import batches, loss_of, toy
 
 PRIVATE = re.compile(
@@ -91,22 +91,6 @@ def _names_of_classes() -> Names:
     return names
 
 
-def _names_of_objects() -> Names:
-    """Returns what every object has that FSDP2 makes for a model, in two micro-batches of a step."""
-    model = toy(tied=False)
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=dist.get_world_size() // 2)
-    fully_shard(model)
-    names = _names_of_classes()
-    for number in range(2):
-        model.set_requires_gradient_sync(number == 1)
-        loss = loss_of(model, batches(0)[0])
-        _add_objects(names, model)
-        loss.backward()
-        _add_objects(names, model)
-    return names
-
-
 def _add_objects(names: Names, root: nn.Module) -> None:
     """Adds the attributes of all private objects that modules refer to now."""
     waiting: list[Any] = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
@@ -151,8 +135,19 @@ def _problems(uses: set[Use], names: Names) -> set[str]:
     }
 
 
+@on_ranks(4)
 def test_every_private_name_that_is_used_is_there():
-    names = run_distributed(_names_of_objects, 4)[0]
+    model = toy(tied=False)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=dist.get_world_size() // 2)
+    fully_shard(model)
+    names = _names_of_classes()
+    for number in range(2):
+        model.set_requires_gradient_sync(number == 1)
+        loss = loss_of(model, batches(0)[0])
+        _add_objects(names, model)
+        loss.backward()
+        _add_objects(names, model)
     uses = _uses(FILE.read_text(encoding="utf-8"), names)
     used = {(kind, use.name) for use in uses for kind in use.kinds}
     assert len(used) > 40 and used > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}

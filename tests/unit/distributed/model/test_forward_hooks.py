@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from core.base.errors import WrapError, warn_once
 from core.distributed import finalize_model_grads
 from core.distributed.flat.unit import POISONS
-from core.distributed.model.forward_hooks import SavedWeights
+from core.distributed.model.forward_hooks import SavedWeights, keep
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks, run_distributed
@@ -413,5 +413,6 @@ def test_a_tensor_of_another_backend_is_kept() -> None:
     saved.begin()
     saved.end()
     dense = torch.randn(4, 4)
-    tensor, _ = saved._pack(dense.to_mkldnn())
+    assert saved._place(dense.to_mkldnn()) is None  # it is no weight
+    tensor, _ = keep(dense.to_mkldnn())
     assert tensor.layout == torch._mkldnn and torch.equal(tensor.to_dense(), dense)

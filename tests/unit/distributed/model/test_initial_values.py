@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.base import initialization
+from core.base import foreign_initialization
 from core.base.errors import ConfigError, WrapError
-from core.base.foreign_initialization import ModuleToFill, reset
+from core.base.foreign_initialization import reset
+from core.base.module_protocol import ModuleToFill
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.groups import DataParallelGroups
 from core.distributed.model.initial_values import InitialValues, apply_to_buffers
@@ -89,7 +90,9 @@ def test_a_foreign_meta_model_starts_equally_at_every_world_size(kind):
     assert torch.equal(expected["frozen"], module.frozen)
 
 
-def _first_rank_alone_holds_it(kind: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("zero3", 2), ("fsdp2", 2), ("fsdp2", 3)])
+@on_ranks("world_size")
+def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
     first = dist.get_rank() == 0
     torch.manual_seed(7)
     direct = Start()
@@ -110,11 +113,6 @@ def _first_rank_alone_holds_it(kind: str) -> dict[str, torch.Tensor]:
     loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
     return expected
-
-
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("zero3", 2), ("fsdp2", 2), ("fsdp2", 3)])
-def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
-    run_distributed(_first_rank_alone_holds_it, world_size, kind)
 
 
 @on_ranks(2)
@@ -236,7 +234,7 @@ def test_from_the_meta_device_one_tensor_is_whole_at_a_time() -> None:
         most = max(most, sum(held.values()))
         reset(foreign, seed)
 
-    with mock.patch.object(initialization, "reset", measured):
+    with mock.patch.object(foreign_initialization, "reset", measured):
         build("zero3", module, unit_classes=(nn.Linear,))
     assert most == 16  # of each parameter one element
 

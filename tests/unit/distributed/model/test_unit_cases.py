@@ -13,8 +13,18 @@ from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import on_ranks
-from tests.unit.distributed._scenarios import SCENARIOS, Adapted, serial_gradients, wrapped_gradients
-from tests.unit.distributed._toys import Block, CountedTraffic, Toy, batches, build, gradients, loss_of, reduced, toy
+from tests.unit.distributed._toys import (
+    Adapted,
+    Block,
+    CountedTraffic,
+    Toy,
+    batches,
+    build,
+    gradients,
+    loss_of,
+    reduced,
+    toy,
+)
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], exact: bool = True) -> None:
@@ -23,18 +33,6 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     else:  # three micro-batches of two ranks, and what is called up to three times, are 18 parts
         assert found.keys() == expected.keys()
         assert_same_sums(found, expected, additions=17)
-
-
-# These call units without the model around them, or on one rank alone, which must then wait for the other.
-OUTSIDE_FORWARD = ("unused in one step", "never used")
-
-
-@on_ranks(2)
-def test_gradients_are_those_of_a_serial_run() -> None:
-    for name in (name for name in SCENARIOS if name not in OUTSIDE_FORWARD):
-        # A unit that runs several times is reduced after each of its backwards: sums in another order.
-        for step, found in enumerate(wrapped_gradients("fsdp2", SCENARIOS[name])):
-            assert_near(found, serial_gradients(SCENARIOS[name], step), exact=name != "called several times")
 
 
 class Choosing(Toy):

@@ -19,39 +19,39 @@ from tests.unit.distributed.outside_the_loop.scenario import (
     scenario,
 )
 
+IN_FP32 = {kind: {"grad_reduce_in_fp32": True} for kind in ("ddp", "ddp_overlap")}
+"""Gradients are in another dtype than parameters in bf16, so that ``param.grad`` cannot be their memory."""
+LOW: dict[str, Any] = {
+    "make": bf16_toy,
+    "only": tuple(IN_FP32),
+    "settings": IN_FP32,
+    "rtol": 2e-2,  # bf16 has 2^-8
+    "optimizer": lambda run: megatron(run, optimizer="sgd", lr=1.0, sgd_momentum=0.0),
+}
+REDUCED_AGAIN = {"raises": for_kinds(SHARDED, "a backward added gradients after"), "rtol": 1e-6}
+"""What was reduced is reduced again: 2^-24 an addition."""
 
-@scenario(
-    raises=for_kinds(SHARDED, "a backward added gradients after"), rtol=1e-6
-)  # what was reduced is reduced again: 2^-24 an addition
+
+@scenario("gradients_in_fp32_add_up_over_steps_that_zero_none", **LOW)
+@scenario(**REDUCED_AGAIN)
 def gradients_add_up_over_steps_that_zero_none(run: Run) -> None:
-    for step in range(3):
-        run.backward(step, is_last=False)
-        run.backward(step + 1)
-        run.finish()
-        run.step()
+    run.train(3, zeroes=False)
 
 
 @scenario()
 def the_optimizer_zeroes_the_gradients(run: Run) -> None:
     for step in range(3):
         run.optimizer.zero_grad(set_to_none=step != 1)
-        if run.is_plain:
-            run.of_ranks = [{}, {}]
-        run.backward(step, is_last=False)
-        run.backward(step + 1)
-        run.finish()
-        run.step()
+        run.forget()
+        run.train(first=step, zeroes=False)
 
 
 @scenario()
 def the_module_zeroes_the_gradients(run: Run) -> None:
     for step in range(3):
         run.model.zero_grad(set_to_none=step != 1)
-        if run.is_plain:
-            run.of_ranks = [{}, {}]
-        run.backward(step)
-        run.finish()
-        run.step()
+        run.forget()
+        run.train(micro_batches=1, first=step, zeroes=False)
 
 
 @scenario(raises=for_kinds(SHARDED, "a backward added gradients after"))
@@ -59,9 +59,7 @@ def gradients_are_set_to_none_by_hand(run: Run) -> None:
     for step in range(3):
         for parameter in run.inner.parameters():
             parameter.grad = None
-        run.backward(step)
-        run.finish()
-        run.step()
+        run.train(micro_batches=1, first=step, zeroes=False)
 
 
 @scenario(raises=for_kinds(SHARDED, "a gradient was read from param.grad"))
@@ -97,32 +95,7 @@ def some_gradients_are_set_to_none_before_the_step(run: Run) -> None:
     run.train(1, first=3)
 
 
-IN_FP32 = {kind: {"grad_reduce_in_fp32": True} for kind in ("ddp", "ddp_overlap")}
-"""Gradients are in another dtype than parameters in bf16, so that ``param.grad`` cannot be their memory."""
-
-
-def sgd(run: Run) -> Any:
-    return megatron(run, optimizer="sgd", lr=1.0, sgd_momentum=0.0)
-
-
-@scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)  # bf16 has 2^-8
-def gradients_in_fp32_add_up_over_steps_that_zero_none(run: Run) -> None:
-    for step in range(3):
-        run.backward(step, is_last=False)
-        run.backward(step + 1)
-        run.finish()
-        run.step()
-
-
-@scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)
-def a_backward_between_finalizing_in_fp32_and_the_step(run: Run) -> None:
-    run.compute(0)
-    run.backward(1)
-    run.finish()
-    run.step()
-
-
-@scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)
+@scenario(**LOW)
 def gradients_in_fp32_are_set_to_none_by_hand(run: Run) -> None:
     for step in range(3):
         run.inner.zero_grad()
@@ -133,12 +106,7 @@ def gradients_in_fp32_are_set_to_none_by_hand(run: Run) -> None:
         run.step()
 
 
-@scenario(
-    make=bf16_toy,
-    only=tuple(IN_FP32),
-    settings=IN_FP32,
-    raises=for_kinds(KINDS, "a gradient was read from param.grad"),
-)
+@scenario(**LOW | {"optimizer": megatron}, raises=for_kinds(KINDS, "a gradient was read from param.grad"))
 def torch_clips_the_gradients_in_fp32(run: Run) -> None:
     run.compute(0)
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
@@ -152,8 +120,7 @@ def a_gradient_is_written_before_it_is_reduced(run: Run) -> None:
     for parameter in run.inner.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 0.25)
-    run.finish()
-    run.step()
+    run.finish_and_step()
 
 
 @scenario(raises=for_kinds(SHARDED, "a gradient was read from param.grad"), rtol=1e-5)  # the norm is added in fp32
@@ -180,14 +147,12 @@ def finalizing_twice(run: Run) -> None:
     run.finish()
 
 
-@scenario(
-    raises=for_kinds(SHARDED, "a backward added gradients after"), rtol=1e-6
-)  # what was reduced is reduced again: 2^-24 an addition
+@scenario("a_backward_between_finalizing_in_fp32_and_the_step", **LOW)
+@scenario(**REDUCED_AGAIN)
 def a_backward_between_finalizing_and_the_step(run: Run) -> None:
     run.compute(0)
     run.backward(1)
-    run.finish()
-    run.step()
+    run.finish_and_step()
 
 
 @scenario(raises=for_kinds(KINDS, r"a backward added gradients after|step\(\) was called before the gradients"))
@@ -220,8 +185,7 @@ def the_last_micro_batch_is_named_by_require_backward_grad_sync(run: Run) -> Non
         for index in range(3):
             run.model.require_backward_grad_sync = index == 2  # torch's DDP has it; of a plain module nothing reads it
             run.backward(step + index)
-        run.finish()
-        run.step()
+        run.finish_and_step()
 
 
 def _toy_with_gradients() -> nn.Module:
@@ -238,6 +202,5 @@ def _toy_with_gradients() -> nn.Module:
 )  # added before the mean over ranks instead of after it
 def gradients_from_before_wrapping_are_added_to(run: Run) -> None:
     run.backward(0)
-    run.finish()
-    run.step()
+    run.finish_and_step()
     run.train(1, first=1)

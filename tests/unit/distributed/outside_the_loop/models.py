@@ -1,12 +1,15 @@
-"""Scenarios of models that not every wrapper can take."""
+"""Scenarios of models whose gradients arrive in unusual ways, or that not every wrapper can take."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.unit.distributed._toys import toy
-from tests.unit.distributed.outside_the_loop.scenario import KINDS, Run, for_kinds, scenario
+from tests.unit.distributed._toys import Adapted, Toy, toy
+from tests.unit.distributed.outside_the_loop.scenario import KINDS, Run, for_kinds, megatron, scenario
 
 
 def tied_by_data() -> nn.Module:
@@ -70,3 +73,97 @@ class Complex(nn.Module):
 @scenario(make=Complex, optimizer=None, raises=for_kinds(KINDS, "phase is complex"))
 def complex_parameters(run: Run) -> None:
     pass
+
+
+class Called(Toy):
+    """Every block runs twice, the first one through another module too, so that its weights are used three times."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.embedding(tokens))
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class Recomputed(Toy):
+    """Blocks run again during backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Shallow(Toy):
+    """Never uses its second block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embedding(tokens)))
+
+
+def seeded(model_class: type[Toy]) -> nn.Module:
+    torch.manual_seed(1)
+    return model_class()
+
+
+def adapted() -> nn.Module:
+    model = toy().requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    return model
+
+
+def mixed() -> nn.Module:
+    model = toy(tied=False)
+    model.blocks[1].double()
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: forward(x.double()).float()
+    return model
+
+
+def trained_in_one_parameter() -> nn.Module:
+    model = toy().requires_grad_(False)
+    model.blocks[0].gain.requires_grad_()
+    return model
+
+
+def sgd(run: Run) -> Any:
+    return megatron(run, optimizer="sgd", lr=0.1)
+
+
+# A unit of FSDP2 that runs several times is reduced after each of its backwards: sums in another order.
+@scenario(make=lambda: seeded(Called), optimizer=sgd, rtol_of={"fsdp2": 1e-5})
+def modules_are_called_several_times(run: Run) -> None:
+    run.train(2, micro_batches=3)
+
+
+@scenario(make=lambda: seeded(Recomputed), optimizer=sgd)
+def blocks_are_recomputed(run: Run) -> None:
+    run.train(2, micro_batches=3)
+
+
+@scenario(make=lambda: seeded(Shallow), optimizer=sgd)
+def parameters_are_never_used(run: Run) -> None:
+    run.train(2, micro_batches=3)
+
+
+@scenario(make=adapted, optimizer=sgd)
+def all_is_frozen_but_for_adapters(run: Run) -> None:
+    run.train(2, micro_batches=3)
+
+
+@scenario(make=trained_in_one_parameter, optimizer=sgd)
+def nothing_is_trained_but_one_parameter(run: Run) -> None:
+    run.train(2, micro_batches=3)
+
+
+@scenario(make=lambda: toy().double(), optimizer=sgd)
+def all_is_in_double_precision(run: Run) -> None:
+    run.train(2, micro_batches=3)
+
+
+@scenario(make=mixed, optimizer=sgd)
+def precisions_are_mixed(run: Run) -> None:
+    run.train(2, micro_batches=3)

@@ -30,12 +30,8 @@ def an_optimizer_of_torch(run: Run) -> None:
 def an_optimizer_of_torch_zeroes_the_gradients(run: Run) -> None:
     for set_to_none in (True, False, True):
         run.optimizer.zero_grad(set_to_none=set_to_none)
-        if run.is_plain:
-            run.of_ranks = [{}, {}]
-        run.backward(0, is_last=False)
-        run.backward(1)
-        run.finish()
-        run.step()
+        run.forget()
+        run.train(zeroes=False)
 
 
 @scenario()
@@ -56,14 +52,10 @@ def parameters_are_frozen_and_thawed_during_training(run: Run) -> None:
 def a_layer_is_thawed_between_zeroing_and_backward(run: Run) -> None:
     for step in range(3):
         run.inner.blocks.requires_grad_(False)  # the discriminator, in the generator's step
-        run.compute(step)
-        run.step()
+        run.train(micro_batches=1, first=step)
         run.zero()
         run.inner.blocks.requires_grad_(True)
-        run.backward(step + 1, is_last=False)
-        run.backward(step + 2)
-        run.finish()
-        run.step()
+        run.train(first=step + 1, zeroes=False)
 
 
 def decaying(run: Run) -> Any:
@@ -87,8 +79,7 @@ def a_layer_is_thawed_between_backward_and_finalizing(run: Run) -> None:
     run.zero()
     run.backward(1)
     run.inner.blocks.requires_grad_(True)
-    run.finish()  # it has zeros now, as what is not used
-    run.step()
+    run.finish_and_step()  # it has zeros now, as what is not used
 
 
 class Chosen(Toy):
@@ -172,17 +163,13 @@ def frozen_parameters_do_not_decay(run: Run) -> None:
     run.train(2, first=1)
 
 
+@scenario(
+    "a_step_of_torch_without_finalizing",
+    optimizer=torchs,
+    raises=for_kinds(BUFFERED, r"step\(\) was called before the gradients|SGD was to step"),
+)
 @scenario(optimizer=megatron, raises=for_kinds(KINDS, r"step\(\) was called before the gradients"))
 def a_step_without_finalizing(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    if run.is_plain:
-        run.finish()
-    run.step()
-
-
-@scenario(optimizer=torchs, raises=for_kinds(BUFFERED, r"step\(\) was called before the gradients|SGD was to step"))
-def a_step_of_torch_without_finalizing(run: Run) -> None:
     run.zero()
     run.backward(0)
     if run.is_plain:

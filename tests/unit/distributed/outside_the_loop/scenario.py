@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,9 +37,10 @@ class Run:
         self.optimizer = optimizer(self) if optimizer else None
         self.outputs: dict[str, Tensor] = {}  # what a scenario wants compared with the weights
 
-    def train(self, steps: int = 1, *, micro_batches: int = 2, first: int = 0) -> None:
+    def train(self, steps: int = 1, *, micro_batches: int = 2, first: int = 0, zeroes: bool = True) -> None:
         for step in range(first, first + steps):
-            self.zero()
+            if zeroes:
+                self.zero()
             for index in range(micro_batches):
                 self.backward(step + index, is_last=index == micro_batches - 1)
             self.finish()
@@ -50,6 +51,10 @@ class Run:
         self.zero()
         self.backward(index)
         self.finish()
+
+    def finish_and_step(self) -> None:
+        self.finish()
+        self.step()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -66,6 +71,9 @@ class Run:
             load_model_state_dict(self.inner, values)
         else:
             self.model.load_state_dict(values)
+
+    def forget(self) -> None:
+        """Is called where gradients were zeroed otherwise than by `zero`."""
 
     def zero(self) -> None: ...
     def backward(self, index: int, *, is_last: bool = True) -> None: ...
@@ -93,8 +101,11 @@ class Plain(Run):
         super().__init__(optimizer)
 
     def zero(self) -> None:
-        self.of_ranks = [{}, {}]
+        self.forget()
         self.inner.zero_grad()
+
+    def forget(self) -> None:
+        self.of_ranks = [{}, {}]
 
     def backward(self, index: int, *, is_last: bool = True) -> None:
         found = [self.gradients(rank, index) for rank in range(2)]
@@ -113,7 +124,7 @@ class Plain(Run):
         for parameter, total in _added(self.of_ranks).items():
             parameter.grad = total * 0.5 if parameter.grad is None else parameter.grad + total * 0.5
         give_unused_zero_gradients(self.inner.parameters())
-        self.of_ranks = [{}, {}]
+        self.forget()
 
 
 def _added(of_ranks: list[dict[nn.Parameter, Tensor]]) -> dict[nn.Parameter, Tensor]:
@@ -190,9 +201,12 @@ class Scenario:
         assert not kwargs
 
 
-def scenario(**kwargs: Any) -> Callable[[Callable[[Run], None]], None]:
-    def register(go: Callable[[Run], None]) -> None:
-        SCENARIOS[go.__name__] = Scenario(go, **kwargs)
+def scenario(name: str = "", **kwargs: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Makes a scenario of a function, with the function's name, or another one next to it."""
+
+    def register(go: Callable[[Run], None]) -> Callable[[Run], None]:
+        SCENARIOS[name or go.__name__] = Scenario(go, **kwargs)
+        return go
 
     return register
 
@@ -203,3 +217,24 @@ def for_kinds(kinds: tuple[str, ...], pattern: str) -> dict[str, str]:
 
 def largest(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+class Failure(Exception):
+    """An error that is raised in a forward or backward, and caught by the loop."""
+
+
+@contextmanager
+def failing(register: Callable[..., Any]) -> Iterator[None]:
+    """Makes the module whose `register_..._hook` is given raise, and catches the error."""
+    handle = register(_fail)
+    try:
+        yield
+    except Failure:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("what was to fail did not")
+
+
+def _fail(*unused: object) -> None:
+    raise Failure

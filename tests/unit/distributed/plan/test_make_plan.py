@@ -27,7 +27,7 @@ from core.distributed import (
 from core.distributed.distributed_data_parallel_config import EngineKind
 from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import plan_model
-from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import UNITS, toy
 
 
@@ -52,7 +52,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _agrees_with_torch(name: str) -> None:
+def _groups(module: Any) -> list[Any]:
+    return fsdp_param_groups(module._get_fsdp_state())
+
+
+def _name(module: nn.Module, parameter: Any) -> str:
+    info = parameter._module_info
+    held = getattr(info.module, info.param_name)
+    return next(name for name, p in module.named_parameters() if p is held)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_the_plan_of_fsdp2_is_what_torch_has_been_given(name: str, ranks: int):
     module = Uneven()
     names = {id(p): n for n, p in module.named_parameters()}
     settings = TorchFullyShardedDataParallelConfig(**SETTINGS[name])
@@ -81,22 +94,6 @@ def _agrees_with_torch(name: str) -> None:
             assert local_tensor(sharded).numel() == param.bounds[rank + 1] - param.bounds[rank]
             whole = sharded.full_tensor().flatten()
             assert torch.equal(local_tensor(sharded).flatten(), whole[param.bounds[rank] : param.bounds[rank + 1]])
-
-
-def _groups(module: Any) -> list[Any]:
-    return fsdp_param_groups(module._get_fsdp_state())
-
-
-def _name(module: nn.Module, parameter: Any) -> str:
-    info = parameter._module_info
-    held = getattr(info.module, info.param_name)
-    return next(name for name, p in module.named_parameters() if p is held)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_plan_of_fsdp2_is_what_torch_has_been_given(name: str, ranks: int):
-    run_distributed(_agrees_with_torch, ranks, name)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
@@ -153,8 +150,7 @@ def _files_with(pattern: str) -> set[str]:
 
 def test_a_setting_is_written_only_where_it_is_planned():
     asked_for = {"distributed/fully_sharded_data_parallel_config.py", "training/config/build.py"}
-    by_torchs_name = ("fsdp2/shard_model", "fsdp2/fsdp2_engine")
-    carried_out = {f"distributed/{file}.py" for file in by_torchs_name}
+    carried_out = {f"distributed/fsdp2/{file}.py" for file in ("shard_model", "fsdp2_engine")}
     elsewhere = _files_with("reshard_after_forward") - asked_for - carried_out
     assert {path for path in elsewhere if not path.startswith(("distributed/plan/", "adapters/"))} == set()
 

@@ -9,7 +9,7 @@ from core.models.gpt import GPTModel
 from core.transformer.mlp import MLP
 from core.transformer.spec_utils import ModuleSpec
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.models._cases import BATCH, CASES, LENGTH, SMALL, VOCAB, batch, build, construct, small_config
 
 
@@ -72,7 +72,8 @@ def test_malformed_batches_are_refused():
             model(*arguments)
 
 
-def _refuses_groups_of_another_degree() -> None:
+@on_ranks(2)
+def test_process_groups_of_unsupported_degrees_are_refused():
     for sizes, said in (
         ({"pipeline_model_parallel_size": 2}, "config.pipeline_model_parallel_size is 1, but .* groups of 2"),
         ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
@@ -83,10 +84,6 @@ def _refuses_groups_of_another_degree() -> None:
         parallel_state.destroy_model_parallel()
     with pytest.raises(ParallelConfigError, match=r"config.context_parallel_size is 2, but .* groups of 1"):
         construct(CASES["geglu-rope"], context_parallel_size=2)
-
-
-def test_process_groups_of_unsupported_degrees_are_refused():
-    run_distributed(_refuses_groups_of_another_degree, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from core.models.gpt import gpt_model
 from core.transformer import materialize
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.models._cases import CASES, SMALL, VOCAB, Case, batch, construct
 
 
@@ -31,7 +31,8 @@ def test_meta_then_materialize_equals_direct_construction(name):
 UNEVEN = Case(SMALL.config | {"hidden_size": 15, "num_attention_heads": 3}, tied=True, positions="learned_absolute")
 
 
-def _materialize_sharded():
+@on_ranks(2)
+def test_meta_sharded_materialized_equals_direct_construction():
     direct = construct(UNEVEN, vocab_size=VOCAB + 1)
     with torch.device("meta"):
         model = construct(UNEVEN, vocab_size=VOCAB + 1)
@@ -44,11 +45,7 @@ def _materialize_sharded():
         assert torch.equal(actual.full_tensor(), expected), name
         assert {key: getattr(actual, key) for key in vars(expected)} == vars(expected), name
     ids, labels = batch()
-    return torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
-
-
-def test_meta_sharded_materialized_equals_direct_construction():
-    assert run_distributed(_materialize_sharded, 2) == [True, True]
+    assert torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
 
 
 def test_seed_and_names_decide_initial_values():

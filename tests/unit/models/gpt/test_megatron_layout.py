@@ -19,19 +19,9 @@ from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
 from core.models.gpt import GPTModel
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
+from tests.unit.dist_checkpointing._pieces import Bomb
 from tests.unit.models.gpt.test_hugging_face import build
-
-
-class Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (open, (str(self.path), "w"))
-
 
 EACH_EXPERT = {
     "grouped": "mlp.experts.{name}{expert}",
@@ -193,8 +183,8 @@ def test_megatron_classes_in_index_are_inert(tmp_path: Path, monkeypatch: pytest
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
 
 
-def _write_and_read_in_pieces(folder: Path) -> list[str]:
-    """Writes every stack in parts of two ranks, and then reads into shards of FSDP2 under tp and without."""
+@on_ranks(2)
+def test_sharded_import_into_sharded_model(tmp_path: Path):
     mesh = init_device_mesh("cpu", (2,))
     whole = build("llama with biases and gelu", False)
     state = theirs(whole, stacked=True, fused_norms=True)
@@ -204,7 +194,7 @@ def _write_and_read_in_pieces(folder: Path) -> list[str]:
         )
         for number, (name, tensor) in enumerate(state.items())
     }
-    dcp.save(cut, checkpoint_id=folder)
+    dcp.save(cut, checkpoint_id=tmp_path)
     problems = []
     expected = whole.state_dict()
     for tp in (1, 2):
@@ -212,13 +202,9 @@ def _write_and_read_in_pieces(folder: Path) -> list[str]:
         parallel_state.initialize_model_parallel(tp)
         gpt = build("llama with biases and gelu", False, seed=9, tensor_model_parallel_size=tp)
         model = wrap_model(gpt, gpt.config, TorchFullyShardedDataParallelConfig())
-        load_megatron(model, folder)
+        load_megatron(model, tmp_path)
         for name, tensor in model_state_dict(gpt).items():
             actual = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if not torch.equal(actual, expected[name]):
                 problems.append(f"tp {tp}: {name}")
-    return problems
-
-
-def test_sharded_import_into_sharded_model(tmp_path: Path):
-    assert run_distributed(_write_and_read_in_pieces, 2, tmp_path) == [[], []]
+    assert problems == []

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 
 from core.base.errors import ConfigError
-from core.base.job_secret import signature
+from core.rendezvous.job_secret import signature
 from core.training.launch import follower, joining, lines, nodes
 from core.training.launch.__main__ import main
 from core.training.launch.follower import Follower
 from core.training.launch.joining import Job, Joining, LostRankPolicy, signed_parts
-from core.training.launch.lines import Events, Lines
+from core.training.launch.lines import Connection, Events
 from core.training.launch.messages import (
     RUN_STARTED,
     Challenge,
@@ -77,7 +77,7 @@ class _First:
         """Joins as a launcher that does nothing more. Returns its end of the connection."""
         connection = socket.create_connection(self.listener.getsockname())
         said = []
-        there = Lines(connection, Challenge | Welcome | Refused, said.append)
+        there = Connection(connection, Challenge | Welcome | Refused, said.append)
         self.wait(lambda: there.read() or said)
         hello = replace(HELLO, nonce=secrets.token_hex(16), **other)
         there.send(replace(hello, signature=signature(b"", *signed_parts(hello, said[0].nonce))))
@@ -373,6 +373,10 @@ SECOND = ("--nnodes", "2", "--node-rank", "1", "--on-lost-rank", "replace")
         (["--master-port", "99999"], "it takes 1 to 65535"),
         (["--secret-file", ""], "--secret-file is empty"),
         ([*SECOND, "--spare-processes", "1"], "is for the launcher of --node-rank 0"),
+        (["--on-lost-rank", "shrink", "--lost-rank-timeout", "0"], "it takes 0.001 to 1000000000"),
+        (["--spare-processes", "1"], "without --on-lost-rank replace or shrink"),
+        (["--on-lost-rank", "replace", "--spare-processes", "-1"], "it takes 0 to 1024"),
+        (["--on-lost-rank", "grow"], "invalid choice"),
     ],
 )
 def test_settings_of_machines_that_contradict_are_refused(capsys, flags, said):

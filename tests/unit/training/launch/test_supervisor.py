@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.base.errors import ConfigError
-from core.training.launch.__main__ import main, run_ranks
+from core.training.launch.__main__ import run_ranks
 from core.training.launch.generations import _sizes
 from core.training.launch.joining import Job, LostRankPolicy
 from core.training.launch.messages import RUN_STARTED, Done, Generation, Leaves, Sizes, Step
@@ -255,19 +255,3 @@ def test_only_the_first_start_needs_a_smaller_number_of_ranks():
     assert _sizes(Generation(world_size=2, policy="shrink", number=3), takes_pairs) == [2]
     with pytest.raises(ConfigError, match="run on no fewer than 2 ranks"):
         _sizes(Generation(world_size=2, policy="shrink"), takes_pairs)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--on-lost-rank", "shrink", "--lost-rank-timeout", "0"], "it takes 0.001 to 1000000000"),
-        (["--spare-processes", "1"], "without --on-lost-rank replace or shrink"),
-        (["--on-lost-rank", "replace", "--spare-processes", "-1"], "it takes 0 to 1024"),
-        (["--on-lost-rank", "grow"], "invalid choice"),
-    ],
-)
-def test_settings_that_contradict_are_refused(capsys, flags, said):
-    with pytest.raises(SystemExit) as ended:
-        main([*flags, "program.py"])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

@@ -13,9 +13,9 @@ from core.base.errors import DataError, ParallelConfigError
 from core.base.initialization import initialize_parameters
 from core.base.parameters import copy_partition
 from core.transformer.moe import MoELayer
-from core.transformer.moe.load_balancing import take_pending
+from core.transformer.moe.load_balancing import pop_balance_loss
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 LENGTH, BATCH = 8, 3
@@ -48,14 +48,32 @@ def _serial(fields: dict[str, Any], replicas: int) -> tuple[list[torch.Tensor], 
         x, weights = _inputs(replica)
         x.requires_grad_()
         output = layer(x)
-        ((output * weights).sum() + take_pending(layer.router)).backward()
+        ((output * weights).sum() + pop_balance_loss(layer.router)).backward()
         outputs.append(output.detach())
         of_inputs.append(x.grad)
     found = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()}
     return outputs, {"parameters": found, "inputs": of_inputs, "sums": layer.router.step_sums}
 
 
-def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split: bool) -> None:
+_CASES = [
+    (2, {"expert_model_parallel_size": 2}, False),
+    (4, {"expert_model_parallel_size": 2}, False),
+    (4, {"expert_model_parallel_size": 4}, False),
+    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, False),
+    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, True),
+    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, False),
+    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}, True),
+    (2, {"expert_tensor_parallel_size": 2}, False),
+    (4, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, False),
+]
+_QUICK = (_CASES[0], _CASES[4], _CASES[6], _CASES[8])
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize(("world", "sizes", "is_split"), quick(_CASES, lambda case: case in _QUICK))
+@on_ranks("world")
+def test_a_layer_on_ranks_equals_one_process(world, sizes, is_split, dispatcher):
+    fields = {**BIASED, "moe_token_dispatcher_type": dispatcher, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
     outputs, expected = _serial(fields, dist.get_world_size() // sizes.get("tensor_model_parallel_size", 1))
     parallel_state.initialize_model_parallel(**sizes)
     layer = _filled(MoELayer(config_of(**fields, **sizes, sequence_parallel=is_split)))
@@ -67,7 +85,7 @@ def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split:
     x, weights = _inputs(replica)
     x, weights = x[own].clone().requires_grad_(), weights[own]
     output = layer(x)
-    ((output * weights).sum() + take_pending(layer.router)).backward()
+    ((output * weights).sum() + pop_balance_loss(layer.router)).backward()
     torch.testing.assert_close(output, outputs[replica][own])
     torch.testing.assert_close(x.grad, expected["inputs"][replica][own])
     for name, parameter in layer.named_parameters():
@@ -92,27 +110,6 @@ def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split:
     if layer.splits_tokens:
         dist.all_reduce(sums, group=tp)
     torch.testing.assert_close(sums, expected["sums"])
-
-
-_CASES = [
-    (2, {"expert_model_parallel_size": 2}, False),
-    (4, {"expert_model_parallel_size": 2}, False),
-    (4, {"expert_model_parallel_size": 4}, False),
-    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, False),
-    (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, True),
-    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, False),
-    (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}, True),
-    (2, {"expert_tensor_parallel_size": 2}, False),
-    (4, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, False),
-]
-_QUICK = (_CASES[0], _CASES[4], _CASES[6], _CASES[8])
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize(("world", "sizes", "is_split"), quick(_CASES, lambda case: case in _QUICK))
-def test_a_layer_on_ranks_equals_one_process(world, sizes, is_split, dispatcher):
-    fields = {**BIASED, "moe_token_dispatcher_type": dispatcher, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
-    run_distributed(_equals_one_process, world, sizes, fields, is_split)
 
 
 def _drops_as_one_process(dispatcher: str) -> None:

@@ -1,0 +1,48 @@
+"""Finds undamaged checkpoints that a run can continue from, and offers them where another one is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from ..base.errors import CheckpointError
+from .agreement import Ranks
+from .format import folders
+from .format.reader import is_good
+from .loading import damage
+
+
+def newest_good(root: Path, ranks: Ranks, *, exclude: Path | None = None) -> Path | None:
+    """Returns the newest undamaged checkpoint that a run can continue from, or None if there is none. Collective.
+
+    Args:
+        exclude: a checkpoint that is not considered; older ones are tried first, then newer ones.
+    """
+    paths = ranks.from_first(lambda: [path for path in folders.complete_checkpoints(root) if path != exclude])
+    if exclude is not None:
+        paths.sort(key=lambda path: folders.iteration_of(path) > folders.iteration_of(exclude))
+    for path in paths:
+        if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
+            return path
+    return None
+
+
+@contextmanager
+def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Adds to errors of a checkpoint with damaged files the newest undamaged one to load instead. Collective."""
+    try:
+        yield
+    except CheckpointError as error:
+        if folder.parent == folder or not damage(folder, ranks):
+            raise
+        raise CheckpointError(f"{error}; {advice(folder, ranks)}") from None
+
+
+def advice(folder: Path, ranks: Ranks) -> str:
+    """Says which checkpoint to load instead of `folder`. Collective."""
+    good_folder = newest_good(folder.parent, ranks, exclude=folder)
+    if good_folder is None:
+        return f"no other checkpoint in {folder.parent} is whole"
+    return f"{good_folder.name} in the same folder is whole: continue from it with --load {good_folder}"
