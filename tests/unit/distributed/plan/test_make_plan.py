@@ -150,8 +150,7 @@ def _files_with(pattern: str) -> set[str]:
 
 def test_a_setting_is_written_only_where_it_is_planned():
     asked_for = {"distributed/fully_sharded_data_parallel_config.py", "training/config/build.py"}
-    by_torchs_name = ("fsdp2/shard_model", "fsdp2/fsdp2_engine")
-    carried_out = {f"distributed/{file}.py" for file in by_torchs_name}
+    carried_out = {f"distributed/fsdp2/{file}.py" for file in ("shard_model", "fsdp2_engine")}
     carried_out.add("diagnostics/out_of_memory.py")  # names it as a remedy
     elsewhere = _files_with("reshard_after_forward") - asked_for - carried_out
     assert {path for path in elsewhere if not path.startswith(("distributed/plan/", "adapters/"))} == set()
