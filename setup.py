@@ -55,10 +55,11 @@ setup(
         "core.distributed.report": ["page.html", "table.html"],
         "core.models.gpt": ["hf_layouts.json"],
         "core.optimizer.muon": ["muon_coefficients.json"],
-        "core.planner": ["hardware.json"],
+        "core.planner": ["hardware.json", "nccl.json"],
         "core.process_groups": ["group_kinds.json"],
         "core.training.config": ["flags.json"],
-        "core.verify": ["wrappers.json"],
+        "core.training.launch": ["flags.json"],
+        "core.verify": ["flags.json", "wrappers.json"],
     },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
     extras_require=EXTRAS,

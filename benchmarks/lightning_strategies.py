@@ -28,11 +28,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from core.adapters.bridge.translation import STRATEGIES
 from core.adapters.lightning import ShardstackStrategy
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
 from core.distributed.engine.engine import owner_of
+from core.distributed.fully_sharded_data_parallel_config import STRATEGIES
 from tests.unit.adapters.lightning._module import ranks_of_lightning
 from tests.unit.adapters.lightning._module import trainer as trainer_of
 

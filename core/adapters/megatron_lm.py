@@ -111,7 +111,12 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
                 if pg_collection is None
                 else pg_collection.dp_cp
             )
-        _mark_embeddings(module)
+        submodule: Any  # FSDP2 reads these marks: a shared weight is in one unit, and a look-up needs none in backward
+        for submodule in module.modules():
+            if getattr(submodule, "share_embeddings_and_output_weights", False):
+                submodule.shared_embedding_or_output_weight().shared_embedding = True
+            if isinstance(submodule, LanguageModelEmbedding):
+                submodule.weights_used_in_backward = False
         super().__init__(
             config,
             translate_config(ddp_config),
@@ -149,20 +154,6 @@ def _check_known(names: Set[str], what: str) -> None:
     allowed = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
     for name in names - allowed:
         raise ParallelConfigError(f"{what} {name}, which is no setting of FSDP2; {choices(name, allowed)}")
-
-
-def _mark_embeddings(module: nn.Module) -> None:
-    """Marks weights that the output layer reads from the embedding, and units whose backward reads no weight.
-
-    The marks are never removed. Planning reads them: it leaves such a weight to the root, and frees such a unit after
-    forward without gathering it in backward.
-    """
-    submodule: Any
-    for submodule in module.modules():
-        if getattr(submodule, "share_embeddings_and_output_weights", False):
-            submodule.shared_embedding_or_output_weight().shared_embedding = True
-        if isinstance(submodule, LanguageModelEmbedding):
-            submodule.weights_used_in_backward = False
 
 
 def register(**settings: Any) -> None:

@@ -15,10 +15,11 @@ from ..base import device
 from ..base.errors import ConfigError, warn_once
 from ..base.text import choices
 from ..distributed import _BaseDataParallel
+from ..distributed.fully_sharded_data_parallel_config import FSDP2, config_of
 from ..distributed.plan.units import CONTAINERS
 from ..rendezvous.environment import environment_int
 from .bridge.sharding import data_parallel_mesh
-from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
+from .bridge.translation import Replicas, check_settings, wrap_for_trainer
 
 T = TypeVar("T", bound=nn.Module)
 

@@ -6,7 +6,6 @@ A transform works over the ranks of a `MeshCollective`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,11 @@ from ..base import device
 from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
 from ..base.errors import ParallelConfigError, warn_once
-from ..distributed.fully_sharded_data_parallel_config import Reshard
+from ..distributed.fully_sharded_data_parallel_config import FSDP2, Reshard, config_of
 from ..distributed.plan.units import CONTAINERS, UnitChoice
 from ..rendezvous import default_group
 from ..rendezvous.environment import environment_int
-from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
+from .bridge.translation import Replicas, check_settings, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -201,7 +200,8 @@ class BaseDistributedTransform:
         if not any(parameter.is_meta for parameter in model.parameters()):  # what is on meta moves when it is drawn
             model = model.to(self.device)
         if self.collective.world_size <= 1:
-            return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
+            vars(model)["accumulation_context"] = lambda is_last_microbatch: nullcontext()
+            return model
         mesh = getattr(self.collective, "dp_mesh", None)
         if not isinstance(mesh, DeviceMesh):
             raise ParallelConfigError(
@@ -257,9 +257,8 @@ class FullyShardTransform(BaseDistributedTransform):
         if mesh.ndim == 2 and (mesh.size(0) == 1 or not self.cfg.use_hybrid_sharding):
             mesh = mesh._flatten()
         precision = self.cfg.mixed_precision or MixedPrecisionConfig()
-        names = (precision.param_dtype, precision.reduce_dtype, precision.output_dtype)
-        param, reduce, output = map(as_dtype, names)
-        mp_policy = MixedPrecisionPolicy(param, reduce, output, cast_forward_inputs=precision.cast_forward_inputs)
+        param, reduce, out = map(as_dtype, (precision.param_dtype, precision.reduce_dtype, precision.output_dtype))
+        mp_policy = MixedPrecisionPolicy(param, reduce, out, cast_forward_inputs=precision.cast_forward_inputs)
         units: list[UnitChoice] = list(CONTAINERS)
         reshards: dict[str, Reshard] = {}
         if callable(getattr(model, "fully_shard", None)):
@@ -278,29 +277,22 @@ class FullyShardTransform(BaseDistributedTransform):
             cpu_offload=offload.cpu_offload,
         )
         wrapper = wrap_for_trainer(model, config, mesh, units, in_place=True, mp_policy=mp_policy)
-        return _with_accumulation_context(
-            model, lambda is_last_microbatch: nullcontext() if is_last_microbatch else wrapper.no_sync()
+        # Optimus's loop reads it there, for every micro-batch.
+        vars(model)["accumulation_context"] = lambda is_last_microbatch: (
+            nullcontext() if is_last_microbatch else wrapper.no_sync()
         )
-
-
-def _with_accumulation_context(model: nn.Module, context: Callable[[bool], AbstractContextManager[None]]) -> nn.Module:
-    # Set once on the user's model, never removed: Optimus's loop reads it there, for every micro-batch.
-    model.accumulation_context = context  # type: ignore[assignment]
-    return model
+        return model
 
 
 def _units_by_own_hook(model: nn.Module, fsdp_kwargs: dict[str, Any]) -> dict[str, Reshard]:
     """Returns the units that ``model.fully_shard(**kwargs)`` makes below the root, with their resharding, by name."""
     tensors = [*model.parameters(), *model.buffers()]
-    shadow: Any = copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+    on_meta = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
+    on_meta |= {id(p): nn.Parameter(on_meta[id(p)], p.requires_grad) for p in model.parameters()}
+    shadow: Any = copy.deepcopy(model, on_meta)
     shadow.fully_shard(**fsdp_kwargs)
     units = {name: module for name, module in shadow.named_modules() if name and isinstance(module, FSDPModule)}
     return {name: _reshards(module, fsdp_kwargs["mesh"]) for name, module in units.items()}
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    on_meta = tensor.detach().to("meta")
-    return nn.Parameter(on_meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_meta
 
 
 def _reshards(module: FSDPModule, mesh: DeviceMesh) -> Reshard:

@@ -23,10 +23,11 @@ from ..base.module_protocol import unwrap_model
 from ..base.text import choices
 from ..dist_checkpointing import model_state_dict as global_state_dict
 from ..distributed import _BaseDataParallel
+from ..distributed.fully_sharded_data_parallel_config import FSDP2, config_of
 from ..distributed.plan.units import UnitChoice
 from .bridge.checkpoints import whole_state_dict
 from .bridge.sharding import data_parallel_mesh, fully_replicated, units_by_class, units_by_size
-from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
+from .bridge.translation import Replicas, check_settings, wrap_for_trainer
 
 
 class _OfTorch(str, Enum):
@@ -102,7 +103,7 @@ class FSDPParams:
     """Keep shards in the host's memory."""
 
     mixed_precision: str | None = None
-    """Dtype of computation and reduction: ``bf16``, ``fp16`` or ``fp32``. None is that of the parameters."""
+    """Dtype of computation and reduction: ``bf16``, ``fp16`` or ``fp32``. None: the parameters' dtype."""
 
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     """BACKWARD_PRE gathers one unit ahead in backward, NO_PREFETCH none. BACKWARD_POST is run as the first."""
@@ -120,7 +121,7 @@ class FSDPParams:
     """Units by parameter count, by the class of the transformer's layers, or the model as one."""
 
     min_num_params: int = 100_000
-    """Parameters that a unit of SIZE_BASED_WRAP has at least, those of units inside it not counted."""
+    """Least number of parameters of a SIZE_BASED_WRAP unit, without the parameters of units inside the unit."""
 
     transformer_layer_cls: str | None = None
     """Class names for TRANSFORMER_BASED_WRAP, with commas between, plain or dotted. None: the model's layers."""

@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base import device
 from ..distributed.engine.engine import own_parameters
+from ..distributed.fully_sharded_data_parallel_config import FSDP2, config_of
 from ..distributed.guards import reject_wrapped
 from ..distributed.plan.units import CONTAINERS, UnitChoice
-from .bridge.translation import FSDP2, check_settings, check_version, config_of, wrap_for_trainer
+from .bridge.translation import check_settings, check_version, wrap_for_trainer
 
 check_version("torchtitan", __name__)
 
@@ -40,7 +41,7 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """Shards a torchtitan model in place over its data-parallel ranks, in torchtitan's order and by its settings.
+    """Shards a torchtitan model in place, in torchtitan's order and by its settings. Returns the same model.
 
     Activation checkpointing and compilation are torchtitan's own, and come first. Units are the token embedding, each
     layer and the output layer; the final norm is the root's. Gradients are summed, as torchtitan's loss is divided by
@@ -51,13 +52,8 @@ def parallelize(
         model: torchtitan's; it keeps its class's methods and its parameters' names.
         parallel_dims: its meshes; ``dp_shard`` and ``dp_replicate`` may be above 1.
         training: ``TrainingConfig``; dtypes of mixed precision, batch sizes and ``enable_cpu_offload`` are read.
-        parallelism: ``ParallelismConfig``; ``fsdp_reshard_after_forward`` and the degrees are read.
-        compile_config: ``CompileConfig``.
-        ac_config: the activation checkpointing's config, or None.
-        dump_folder: for activation checkpointing's reports.
-
-    Returns:
-        The same model.
+        parallelism, compile_config: ``fsdp_reshard_after_forward`` and the degrees, and whether to compile, are read.
+        ac_config, dump_folder: the activation checkpointing's config, or None, and the folder for its reports.
 
     Raises:
         ParallelConfigError: tensor, context, pipeline or expert parallelism, or a setting that cannot be honoured.
@@ -79,20 +75,19 @@ def parallelize(
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    wrapper = wrap_for_trainer(
-        model,
-        config,
-        _mesh(parallel_dims, parallelism),
-        _units(model),
-        in_place=True,
-        mp_policy=MixedPrecisionPolicy(
-            TORCH_DTYPE_MAP[training.mixed_precision_param],
-            TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            cast_forward_inputs=False,
-        ),
-        initializes=False,
-        calculate_per_token_loss=True,  # gradients are summed
+    axis = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
+    mesh = parallel_dims.get_mesh(["dp_replicate", axis] if parallel_dims.dp_replicate_enabled else axis)
+    param, reduce = (
+        TORCH_DTYPE_MAP[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce)
     )
+    policy = MixedPrecisionPolicy(param, reduce, cast_forward_inputs=False)
+    options: dict[str, Any] = {
+        "in_place": True,
+        "mp_policy": policy,
+        "initializes": False,
+        "calculate_per_token_loss": True,
+    }
+    wrapper = wrap_for_trainer(model, config, mesh, _units(model), **options)  # gradients are summed
     per_micro_batch = training.local_batch_size * wrapper.process_group.size()
     _LastReduces(wrapper, max(1, training.global_batch_size // per_micro_batch))  # -1 is one micro-batch
     return model
@@ -144,10 +139,10 @@ class _LastReduces:
     def __init__(self, wrapper: Any, num_micro_batches: int) -> None:
         self._wrapper = wrapper
         self._num_micro_batches = num_micro_batches
-        # Number of forwards with gradients in all steps so far. `_before_forward` counts; never reset.
+        # Number of forwards with gradients in all steps so far. `_before_forward` counts.
         self._num_forwards = 0
         head: Any = getattr(wrapper.module, "lm_head", None)
-        # All units but the output layer; fixed.
+        # All units but the output layer.
         self._rest = [module for module in wrapper.engine.fsdp_modules if module is not head]
         wrapper.module.register_forward_pre_hook(self._before_forward)
         if head is not None:  # a unit, by `_units`
@@ -155,7 +150,9 @@ class _LastReduces:
             head.register_forward_pre_hook(self._before_head)
             # Replaces torch's method on this instance; never restored. Torchtitan's loss in chunks calls it.
             self._set_sync_of_head = head.set_requires_gradient_sync
-            head.set_requires_gradient_sync = self._set_sync_of_last
+            head.set_requires_gradient_sync = lambda enabled, *, recurse=True: self._set_sync_of_head(
+                enabled and self._is_last, recurse=recurse
+            )
 
     @property
     def _is_last(self) -> bool:
@@ -190,20 +187,11 @@ class _LastReduces:
         for module in self._rest:
             module.set_requires_gradient_sync(is_enabled, recurse=False)
 
-    def _set_sync_of_last(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        self._set_sync_of_head(requires_gradient_sync and self._is_last, recurse=recurse)
-
 
 def _units(model: nn.Module) -> list[UnitChoice]:
     """Returns the modules that become units: items of lists of layers, a decoder's embedding and output layer."""
     embedding, head = (getattr(model, name, None) for name in ("tok_embeddings", "lm_head"))
     if embedding is not None and (head is None or embedding.weight is not head.weight):
-        # Never cleared; `plan.units` reads it once, when it plans.
+        # `plan.units` reads it once, when it plans.
         embedding.weights_used_in_backward = False
     return [*CONTAINERS, *(module for module in (embedding, head) if module is not None)]
-
-
-def _mesh(parallel_dims: Any, parallelism: Any) -> Any:
-    """Returns the mesh of one axis, or of ``(replicate, shard)``. The SPMD backend names its shard axis."""
-    shard = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
-    return parallel_dims.get_mesh(["dp_replicate", shard] if parallel_dims.dp_replicate_enabled else shard)

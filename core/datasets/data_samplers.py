@@ -51,8 +51,7 @@ class PretrainingSampler(Sampler[list[int]]):
         self.num_microbatches = num_microbatches(global_batch_size, micro_batch_size, data_parallel_size)
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ParallelConfigError(
-                f"data_parallel_rank is {data_parallel_rank} of data_parallel_size {data_parallel_size}; "
-                "ranks count from 0"
+                f"data_parallel_rank is {data_parallel_rank} of data_parallel_size {data_parallel_size}; count from 0"
             )
         if consumed_samples < 0:
             raise ConfigError(f"consumed_samples is {consumed_samples}; it takes 0 or more")
@@ -77,7 +76,7 @@ class PretrainingSampler(Sampler[list[int]]):
             yield list(range(first, first + self.micro_batch_size))
 
     def _place(self, number: int) -> int:
-        """Returns the index of this rank's micro-batch `number` of a step among those of all ranks."""
+        """Returns the index of this rank's micro-batch `number` of a step among all ranks' micro-batches."""
         if self.tree is None:
             return number * self.data_parallel_size + self.data_parallel_rank
         return self.tree.index(self.data_parallel_rank, number, self.num_microbatches)

@@ -130,7 +130,11 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.corpus, self.split, self.config, self.num_samples = corpus, split, config, num_samples
         first, last = document_range(len(corpus), split, config.split)
         _check_size(corpus, split, config, first, last)
-        _check_count(num_samples, config)
+        if num_samples is not None and num_samples * _ORDER_BYTES > host_memory_bytes():
+            raise ConfigError(
+                f"{num_samples} samples of {config.sequence_length} tokens are asked for, and their order alone takes "
+                f"{num_samples * _ORDER_BYTES / 2**30:.0f} GiB; lower train_iters or the global batch size"
+            )
         arrays = self._load_indices(first, last)
         self._document_index = arrays["document_index"]
         self._sample_index = arrays["sample_index"]
@@ -307,13 +311,4 @@ def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, fi
         raise DataError(
             f"{corpus.prefix}: split {split!r} of {config.split!r} has {tokens} tokens in {last - first} documents, "
             f"and one sample takes {config.sequence_length + 1}; give it a larger share, more text, or shorter samples"
-        )
-
-
-def _check_count(num_samples: int | None, config: GPTDatasetConfig) -> None:
-    """Refuses a number of samples whose order does not fit into memory, before computing it."""
-    if num_samples is not None and num_samples * _ORDER_BYTES > host_memory_bytes():
-        raise ConfigError(
-            f"{num_samples} samples of {config.sequence_length} tokens are asked for, and their order alone takes "
-            f"{num_samples * _ORDER_BYTES / 2**30:.0f} GiB; lower train_iters or the global batch size"
         )

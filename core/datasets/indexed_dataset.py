@@ -21,7 +21,7 @@ import struct
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -61,8 +61,7 @@ class DType(Enum):
         """Returns the numpy dtype of a code. Raises `DataError` for an unknown code."""
         if value not in {member.value for member in cls}:
             raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
-        dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
-        return dtype
+        return cast("np.dtype[Any]", np.dtype(cls(value).name).newbyteorder("<"))
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> np.dtype[Any]:
@@ -118,8 +117,7 @@ class IndexFile:
         if num_indices == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != num_sequences:
             ends = [int(value) for value in self.document_indices[[0, -1]]] if num_indices else []
             raise DataError(
-                f"{path}: documents must span sequences 0 to {num_sequences}, found {ends}; the index is damaged, "
-                "prepare the corpus again"
+                f"{path}: documents must span sequences 0 to {num_sequences}, found {ends}; prepare the corpus again"
             )
         self._check_order(path)
 
@@ -150,8 +148,7 @@ class IndexFile:
                 index = start + int(wrong.argmax())
                 raise DataError(
                     f"{path}: sequence {index} has the length {int(self.lengths[index])} and starts at byte "
-                    f"{int(self.pointers[index])}, where the one before it does not end; the index is damaged, "
-                    "prepare the corpus again"
+                    f"{int(self.pointers[index])}, where the one before it does not end; prepare the corpus again"
                 )
             end = int(ends[-1])
         for start in range(0, len(self.document_indices), _CHECKED_AT_ONCE):

@@ -117,23 +117,21 @@ def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], A
     """
     text = json.dumps(key, sort_keys=True)
     entry = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
-    arrays = _load(entry, text)
-    if arrays is not None:
+    if (arrays := _load(entry, text)) is not None:
         return arrays
     with _one_at_a_time(directory) as has_lock:
-        arrays = _load(entry, text)
-        if arrays is None:
+        if (arrays := _load(entry, text)) is None:
             new_arrays = build()
             try:
-                if has_lock:
-                    _sweep(directory)
+                for draft in directory.iterdir() if has_lock else ():  # left by a process that was killed
+                    if _DRAFT.fullmatch(draft.name):
+                        shutil.rmtree(draft, ignore_errors=True)
                 _store(entry, text, new_arrays)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise _unwritable(directory, error) from error
                 warnings.warn(
-                    f"{directory}: the order of samples is not kept ({error.strerror}), and is computed again by each "
-                    "rank and each start; make room",
+                    f"{directory}: the order of samples is not kept ({error.strerror}), but computed again; make room",
                     stacklevel=2,
                 )
             arrays = _load(entry, text) or new_arrays
@@ -150,7 +148,12 @@ def check_tokens(
     if vocab_size is None or (limits.min >= 0 and limits.max < vocab_size):
         return
     key = {"what": "token range", "corpus": identity}
-    low, high = (int(value) for value in load_or_build(cache_dir, key, lambda: _token_range(corpus))["range"])
+
+    def token_range() -> Arrays:
+        extremes = [(chunk.min(), chunk.max()) for chunk in corpus.iterate_tokens()]
+        return {"range": np.array([min(extremes)[0], max(high for _, high in extremes)], np.int64)}
+
+    low, high = map(int, load_or_build(cache_dir, key, token_range)["range"])
     if low < 0 or high >= vocab_size:
         raise DataError(
             f"{corpus.bin_path}: holds token id {low if low < 0 else high}, and the vocabulary has {vocab_size} "
@@ -180,12 +183,6 @@ def _shuffle(values: NDArray[Any], draws: np.random.RandomState) -> NDArray[Any]
 
 def _index_dtype(size: int) -> type[np.int32] | type[np.int64]:
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64
-
-
-def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
-    extremes = [(chunk.min(), chunk.max()) for chunk in corpus.iterate_tokens()]
-    lows, highs = zip(*extremes, strict=True)
-    return {"range": np.array([min(lows), max(highs)], np.int64)}
 
 
 def _load(entry: Path, key: str) -> Arrays | None:
@@ -226,13 +223,6 @@ def _store(entry: Path, key: str, arrays: Arrays) -> None:
 
 def _crc32(values: NDArray[Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(values).data.cast("B"))
-
-
-def _sweep(directory: Path) -> None:
-    """Removes drafts of killed programs. Only the holder of the lock writes, so that no other draft is in use."""
-    for entry in directory.iterdir():
-        if _DRAFT.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
 
 
 @contextlib.contextmanager

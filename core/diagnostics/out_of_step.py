@@ -217,7 +217,7 @@ class DeadlockWatch:
         # What the last look has seen: the calls that this rank waits in, and what the other rank has published. Empty
         # unless this rank waits. `look` sets it.
         self._last_wait: tuple[Any, ...] = ()
-        # Number of looks, by which other ranks see that this one is alive; never reset.
+        # Number of looks, by which other ranks see that this one is alive.
         self._looks = 0
 
     def look(self) -> None:

@@ -64,7 +64,7 @@ def wrap_model(
     )
 
 
-# One wrapper for each engine; fixed.
+# One wrapper for each engine.
 _WRAPPERS: dict[EngineKind, Callable[..., _BaseDataParallel]] = {
     wrapper.engine_kind: wrapper
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)

@@ -145,11 +145,6 @@ class _BaseDataParallel(_WrappedParameters):
             offload_activations(self.plan.transforms)
         own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
 
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
-        return self.plan.sums_gradients
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. `raise_explained` explains its errors."""
         try:

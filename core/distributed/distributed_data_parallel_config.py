@@ -179,6 +179,11 @@ class DistributedDataParallelConfig:
         return self.activation_checkpointing != "none" or self.compile_units or self.offload_activations
 
     @property
+    def strategy(self) -> str:
+        """Which of `STRATEGIES` the settings mean: FSDP2 by their type, the others by the sharding strategy."""
+        return self.sharding_strategy
+
+    @property
     def engine(self) -> EngineKind:
         """What holds the model: FSDP2 by the type of the settings, the others by the sharding strategy."""
         return EngineKind.FULLY_SHARDED if self.shards_parameters else EngineKind.FLAT_BUFFERS

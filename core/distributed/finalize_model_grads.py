@@ -54,10 +54,10 @@ def finalize_model_grads(
     """
     check_chunks(model, "finalize_model_grads", _BaseDataParallel)
     for chunk in model:
-        if chunk.sums_gradients != (num_tokens is not None):
+        if chunk.plan.sums_gradients != (num_tokens is not None):
             raise ConfigError(
-                f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
-                "divided either by the number of ranks or by the number of tokens: give both or neither"
+                f"calculate_per_token_loss is {chunk.plan.sums_gradients}, but num_tokens is {num_tokens}; "
+                "gradients are divided either by the number of ranks or by the number of tokens: give both or neither"
             )
         chunk.step.check(Call.FINALIZE)
     for chunk in model:
@@ -116,7 +116,7 @@ def is_last_stage(chunk: torch.nn.Module) -> bool:
 
 
 def sum_of_last_stage(values: torch.Tensor, model: Sequence[_BaseDataParallel]) -> None:
-    """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
+    """Copies values, in place, from the ranks with the last pipeline stage to all stages. Every stage calls it.
 
     Args:
         model: this rank's stages.

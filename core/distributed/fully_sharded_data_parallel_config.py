@@ -1,15 +1,25 @@
-"""The settings of wrappers that shard parameters, beyond those of every wrapper."""
+"""The settings that only wrappers with sharded parameters have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from ..base.dtypes import Dtype, as_dtype
-from ..base.errors import ParallelConfigError, check_choices, check_range
+from ..base.errors import ConfigError, ParallelConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
-from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind, shards_parameters
+from ..base.text import choices
+from .distributed_data_parallel_config import (
+    SHARDING_STRATEGIES,
+    DistributedDataParallelConfig,
+    EngineKind,
+    shards_parameters,
+)
+
+FSDP2 = "fsdp2"
+STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
+"""Names of all ways to hold a model: Megatron-LM's strategies, on flat buffers, and FSDP2."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +38,14 @@ Reshard = bool | int
 @takes_megatron_fields
 @dataclass(kw_only=True)
 class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
-    """Settings of :class:`FullyShardedDataParallel`, and those that it has in common with FSDP2.
+    """Settings of :class:`FullyShardedDataParallel`, which FSDP2 has too.
 
     Raises:
         ParallelConfigError: settings that contradict each other, or a value that a setting does not take.
     """
 
     data_parallel_sharding_strategy: str = "optim_grads_params"
-    """Parameters, gradients and optimizer state are sharded. There is no other value."""
+    """Parameters, gradients and optimizer state are sharded. Other values are refused."""
 
     # ---- when parameters are gathered
 
@@ -206,12 +216,38 @@ class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     def engine(self) -> EngineKind:
         return EngineKind.FSDP2
 
+    @property
+    def strategy(self) -> str:
+        return FSDP2
 
-def config_class(use_torch_fsdp2: bool, sharding_strategy: str) -> type[DistributedDataParallelConfig]:
-    """Returns the class of the settings of FSDP2, or of a strategy on flat buffers."""
-    if use_torch_fsdp2:
+
+def config_class(strategy: str, setting: str = "sharding") -> type[DistributedDataParallelConfig]:
+    """Returns the class of the settings of a strategy, which chooses the wrapper too (`wrap_model`).
+
+    Args:
+        setting: what the caller named the strategy by, for the message.
+
+    Raises:
+        ConfigError: none of `STRATEGIES`.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"{setting} is {strategy!r}; {choices(str(strategy), STRATEGIES)}")
+    if strategy == FSDP2:
         return TorchFullyShardedDataParallelConfig
-    return FullyShardedDataParallelConfig if shards_parameters(sharding_strategy) else DistributedDataParallelConfig
+    return FullyShardedDataParallelConfig if shards_parameters(strategy) else DistributedDataParallelConfig
+
+
+def config_of(strategy: str, **fields: Any) -> DistributedDataParallelConfig:
+    """Returns the settings of a strategy, and of its wrapper.
+
+    Args:
+        fields: settings of the class that `config_class` returns.
+
+    Raises:
+        ConfigError: none of `STRATEGIES`, or a setting that this class refuses.
+    """
+    kind = config_class(strategy)
+    return kind(**fields) if strategy == FSDP2 else kind(data_parallel_sharding_strategy=strategy, **fields)
 
 
 _CUTS = "auto, flat, rows, tensor, or block:N with N elements, as block:32"

@@ -80,7 +80,7 @@ class DataParallelGroups:
         return {"expert": self.experts, "replicated": self.replicated}.get(kind) or self
 
     def with_replicated(self) -> DataParallelGroups:
-        """Returns the groups with those of parameters left out of sharding."""
+        """Adds the groups of parameters that settings leave out of sharding."""
         return replace(self, replicated=DataParallelGroups(self.whole, _lone_group(), replicate=self.whole))
 
     @classmethod

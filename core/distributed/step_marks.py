@@ -1,4 +1,4 @@
-"""Marks on parameters, and the hooks that call them when any optimizer, torch's too, steps the parameters.
+"""Marks on parameters, and the hooks that call them when any optimizer, also one of torch, steps the parameters.
 
 Torch calls the hooks for every optimizer of the process. Only they can find an optimizer that does not know wrappers:
 over sharded parameters, built before its model was wrapped, or writing parameters while they are gathered. One hook
@@ -30,7 +30,7 @@ MARK = "_step_mark"
 """The attribute of a parameter that holds its mark."""
 
 _IS_OWN = "_asks_wrappers_itself"
-"""An attribute of an optimizer. `note_own_optimizer` sets it. It is never cleared."""
+"""An attribute of an optimizer. `note_own_optimizer` sets it."""
 
 _MET = "_marks_of_step"
 """An attribute of an optimizer: the marks that the hook before a step found, for the hook after it, which removes it.
@@ -98,6 +98,7 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, _IS_OWN):
         return
+    # By their order and each once: thousands of parameters share one mark, whose checks take long.
     every = dict.fromkeys(getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"])
     marks = [mark for mark in every if mark is not None]
     setattr(optimizer, _MET, marks)
@@ -124,11 +125,15 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
-class _Replaced(StepMark):
-    """The mark of a parameter that wrapping replaced by another, called `name` in the model."""
+class _Untrained(StepMark):
+    """The mark of a tensor in the place of parameter `name`, which an optimizer would step without effect.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Wrapping has replaced it by another, or else FSDP2 gathers the parameter into it, and the module holds it until it
+    reshards.
+    """
+
+    def __init__(self, name: str, *, is_replaced: bool) -> None:
+        self.name, self.is_replaced = name, is_replaced
 
     def refuse_use(self) -> NoReturn:
         raise UnitError(
@@ -137,20 +142,12 @@ class _Replaced(StepMark):
         )
 
     def refuse(self, optimizer: str) -> None:
-        raise OptimizerError(
-            f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
-            "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
-            "wrapped model's parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
-        )
-
-
-class _GatheredCopy(StepMark):
-    """The mark of the tensor that FSDP2 gathers the parameter `name` into. The module holds it until it reshards."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def refuse(self, optimizer: str) -> None:
+        if self.is_replaced:
+            raise OptimizerError(
+                f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
+                "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
+                "wrapped model's parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
+            )
         raise OptimizerError(
             f"{optimizer} was built while parameter {self.name} was gathered, after a forward and before the end of "
             "its step: it holds the gathered copy, so that its steps would change nothing; build it before the first "
@@ -167,7 +164,7 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
     for name, reference in before.items():
         old = reference()
         if old is not None and id(old) not in after:
-            mark = _Replaced(name)
+            mark = _Untrained(name, is_replaced=True)
             set_mark(old, mark)
             if can_be_pending(old):
                 make_pending([old], mark.refuse_use)
@@ -180,10 +177,10 @@ def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
         OptimizerError: names the parameter.
     """
     mark = mark_of(parameter)
-    if isinstance(mark, _Replaced):
+    if isinstance(mark, _Untrained) and mark.is_replaced:
         mark.refuse(optimizer)
 
 
 def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
     """Marks the tensor that FSDP2 gathers a parameter into."""
-    set_mark(parameter, _GatheredCopy(name))
+    set_mark(parameter, _Untrained(name, is_replaced=False))

@@ -78,7 +78,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
         engine = Fsdp2Engine(self.plan, module, unwrap_model(module), self.step, initializes=initializes)
         self._set_engine(engine, lives_with_module=True)
-        # Whether a hook of the module calls `note_forward`. `let_module_be_called` sets it; never cleared.
+        # Whether a hook of the module calls `note_forward`. `let_module_be_called` sets it.
         self._is_called_by_module = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

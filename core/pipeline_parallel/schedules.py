@@ -6,7 +6,6 @@ Schedules over pipeline stages are those of `torch.distributed.pipelining` (`sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..distributed import _BaseDataParallel
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.pipeline_stages import stage_index, stages_of
 from ..utils import get_model_config
-from .stages import run_stages
+from .stages import run_micro_batches
 
 ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any]]]
 """Takes the data iterator and the model. Returns the model's output, and a function from output to loss."""
@@ -85,21 +84,11 @@ def forward_backward(
             :func:`core.pipeline_parallel.stages.run_stages`.
         OutOfStepError: a neighbour sent nothing. Names stage, micro-batch and direction.
     """
-    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    chunks: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    data: list[Any] = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
     check_positive({"num_microbatches": num_microbatches})
-    for name, values in (("model", chunks), ("data_iterator", data)):
-        if not has_stages and len(values) != 1:
-            raise ParallelConfigError(f"{name} is a list of {len(values)}, and the pipeline has one stage; give one")
-    if len(data) != len(chunks):
-        raise ParallelConfigError(
-            f"data_iterator has {len(data)} iterators for {len(chunks)} model chunks; give each chunk its own, over "
-            "the same micro-batches"
-        )
+    chunks, data = _of_chunks(model, data_iterator)
     config, reports = get_model_config(chunks[0]), list[Any]()
+    stages = stages_of(config) if parallel_state.get_pipeline_model_parallel_world_size() > 1 else None
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    last = stages_of(config)[-1].index if has_stages else 0
     total_tokens = torch.zeros((), dtype=torch.int64, device=device.current_device())
     for chunk in chunks:
         if isinstance(chunk, _BaseDataParallel) and not forward_only:
@@ -108,7 +97,7 @@ def forward_backward(
     def run(chunk: nn.Module, index: int) -> Tensor:
         nonlocal total_tokens
         output, loss_func = forward_step_func(data[index], chunk)
-        if has_stages and stage_index(config, rank, index) != last:
+        if stages and stages[stage_index(config, rank, index)] is not stages[-1]:
             return output
         if collect_non_loss_data:
             reports.append(loss_func(output, non_loss_data=True))
@@ -119,17 +108,8 @@ def forward_backward(
         scale = getattr(config, "grad_scale_func", None)
         return loss if scale is None or forward_only else scale(loss)
 
-    runs_backward = not (forward_only or collect_non_loss_data)
-    if has_stages:
-        shape = (seq_length, micro_batch_size)
-        run_stages(chunks, run, num_microbatches, shape=shape, forward_only=not runs_backward)
-    else:
-        no_sync = getattr(config, "no_sync_func", None) or getattr(chunks[0], "no_sync", None) or nullcontext
-        for index in range(num_microbatches):
-            with no_sync() if runs_backward and index < num_microbatches - 1 else nullcontext():
-                output = run(chunks[0], 0)
-                if runs_backward:
-                    output.backward()
+    shape, without_backward = (seq_length, micro_batch_size), forward_only or collect_non_loss_data
+    run_micro_batches(chunks, run, num_microbatches, shape=shape, forward_only=without_backward)
     finalize = getattr(config, "finalize_model_grads_func", None)
     if finalize is not None and not forward_only:
         counts = total_tokens if getattr(config, "calculate_per_token_loss", False) else None
@@ -141,6 +121,24 @@ def forward_backward(
 forward_backward_no_pipelining = forward_backward
 forward_backward_pipelining_without_interleaving = forward_backward
 forward_backward_pipelining_with_interleaving = forward_backward
+
+
+def _of_chunks(model: Any, data_iterator: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the rank's model chunks and an iterator for each.
+
+    Raises:
+        ParallelConfigError: several for one pipeline stage, or not as many of both.
+    """
+    chunks, data = (list(given) if isinstance(given, (list, tuple)) else [given] for given in (model, data_iterator))
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    for name, values in (("model", chunks), ("data_iterator", data)):
+        if not has_stages and len(values) != 1:
+            raise ParallelConfigError(f"{name} is a list of {len(values)}, and the pipeline has one stage; give one")
+    if len(data) != len(chunks):
+        raise ParallelConfigError(
+            f"data_iterator has {len(data)} iterators for {len(chunks)} model chunks; give each its own, of equal data"
+        )
+    return chunks, data
 
 
 def _loss(outputs: tuple[Any, ...], config: Any, num_microbatches: int) -> tuple[Tensor, Tensor | int, Any]:

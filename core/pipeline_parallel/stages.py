@@ -34,13 +34,38 @@ from ..diagnostics.out_of_step import is_failure_of_backend
 from ..distributed import _BaseDataParallel
 from ..tensor_parallel.random import stage_streams
 from ..tensor_parallel.weight_gradients import Product, compute_deferred, deferring
-from ..transformer.moe.load_balancing import take_all_pending
+from ..transformer.moe.load_balancing import pop_balance_losses
 from ..transformer.pipeline_stages import PipelineStage, check_rounds, stage_index, stages_of
 from ..utils import get_attr_wrapped_model, get_model_config
 
 MicroBatch = Callable[[nn.Module, int], Tensor]
 """Runs the next micro-batch of a model chunk, whose number on this rank follows. Returns the hidden states
 `[s, b, h]`, or on the last stage the loss that backward starts from, 0-dim."""
+
+
+def run_micro_batches(
+    chunks: Sequence[nn.Module],
+    run: MicroBatch,
+    num_microbatches: int,
+    *,
+    shape: tuple[int, int],
+    forward_only: bool = False,
+) -> None:
+    """Runs the micro-batches of a step: over the pipeline's stages (:func:`run_stages`), or one after the other.
+
+    With one stage all micro-batches but the last run inside the config's `no_sync_func`, by default the wrapper's
+    `no_sync`. The arguments are those of :func:`run_stages`; one stage does not read `shape`.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        run_stages(chunks, run, num_microbatches, shape=shape, forward_only=forward_only)
+        return
+    (model,) = chunks
+    no_sync = getattr(get_model_config(model), "no_sync_func", None) or getattr(model, "no_sync", None) or nullcontext
+    for index in range(num_microbatches):
+        with nullcontext() if forward_only or index == num_microbatches - 1 else no_sync():
+            output = run(model, 0)
+            if not forward_only:
+                output.backward()
 
 
 def run_stages(
@@ -91,7 +116,7 @@ class Pipeline:
         shape: tuple[int, ...],
         forward_only: bool,
     ) -> None:
-        # Fixed. Torch's stages call the chunks; they do not keep the models alive.
+        # Torch's stages call the chunks, which do not keep the models alive.
         self._chunks = [_Chunk(chunk, index, shape, config) for index, chunk in enumerate(chunks)]
         group, here = parallel_state.get_pipeline_model_parallel_group(), device.current_device()
         stages, rank = stages_of(config), parallel_state.get_pipeline_model_parallel_rank()
@@ -117,8 +142,7 @@ class Pipeline:
 
     def make_schedule(self, name: str, number: int) -> Any:
         """Makes a schedule of torch's over this rank's stages, for a number of micro-batches."""
-        num_ranks = self._stages[0].group_size
-        if name == "1F1B" and (number < num_ranks or self._forward_only):
+        if name == "1F1B" and (number < self._stages[0].group_size or self._forward_only):
             name = "GPipe"  # of so few micro-batches the order is the same, and torch's 1F1B takes no fewer
         stages: Any = self._stages[0] if name in ("1F1B", "GPipe") else self._stages
         # What the last stage has computed is the loss of the micro-batch.
@@ -212,8 +236,7 @@ class _Chunk(nn.Module):
         if num_backwards > 1 or splits_backward:
             context = getattr(get_model_config(model), "no_sync_func", None)
             context = context[self.index] if isinstance(context, (list, tuple)) else context
-            no_sync = context or getattr(model, "no_sync", None)
-            if no_sync is not None:
+            if (no_sync := context or getattr(model, "no_sync", None)) is not None:
                 self._no_sync.enter_context(no_sync())
 
     @contextmanager
@@ -228,8 +251,7 @@ class _Chunk(nn.Module):
 
     def take_deferred(self) -> Callable[[], None]:
         """Returns a function that computes the weights' gradients which the last backward has deferred."""
-        products = self._products
-        if products is None:
+        if (products := self._products) is None:
             return lambda: None
         self._products = []
 
@@ -277,7 +299,7 @@ class _Chunk(nn.Module):
         if not self._has_experts:
             return output
         total = torch.zeros((), dtype=_loss_dtype(self._dtype), device=output.device)
-        for loss in take_all_pending(model):
+        for loss in pop_balance_losses(model):
             total = total + loss.to(total.dtype)  # the next stage waits for this dtype
         return output, total
 
@@ -299,14 +321,12 @@ class Stage(pipelining.PipelineStage):
         return dist.get_process_group_ranks(self.group)[self.stage_index_to_group_rank[stage]]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        if ops:
+        if ops := super().get_fwd_recv_ops(fwd_chunk_id):
             self.note("waits for the activations", fwd_chunk_id, self.stage_index - 1)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        if ops:
+        if ops := super().get_bwd_recv_ops(bwd_chunk_id):
             self.note("waits for the gradient", bwd_chunk_id, self.stage_index + 1)
         return ops
 
@@ -368,8 +388,10 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _may_defer(model: nn.Module) -> bool:
-    """Returns whether weights' gradients may come after those of inputs: not where a backward frees weights, nor where
-    each backward is reduced or counted."""
+    """Returns whether weights' gradients may come after inputs' gradients.
+
+    They may not where a backward frees weights, nor where each backward is reduced or counted.
+    """
     if not isinstance(model, _BaseDataParallel):
         return True
     plan = model.plan

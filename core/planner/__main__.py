@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ..base.errors import ConfigError
-from ..training.config import PretrainConfig, validate
+from ..training.config import validate
 from ..training.config.arguments import parse_arguments, parse_call
 from ..training.launch.entry import environment_rank, run_command
-from .estimates import WRAPPERS, Estimate, estimate, own_wrapper, split_flags, wrapper_configs
-from .hardware import Hardware, calibrate, find_hardware
+from .estimates import NAMES, WRAPPERS, Estimate, estimate, split_flags, wrapper_configs
+from .hardware import calibrate, find_hardware
 from .search import candidates, scalings, search, single_changes
 from .tables import Result, as_html, as_text, search_table, sweep_table
 
@@ -28,10 +28,10 @@ DOES_NOT_FIT_STATUS = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The planner's own flags. All others are those of the run."""
+    """The planner's own flags. All others are the run's."""
 
     world_size: int | None = None
-    """Ranks. By default those of the given launcher, or 1."""
+    """Number of ranks. By default the given launcher's, or 1."""
     hardware: str = "h100"
     """a100, h100, h200, b200, or a file that --calibrate wrote."""
     gpu_memory: float | None = None
@@ -70,8 +70,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.gpu_memory is not None:
         hardware = replace(hardware, memory_bytes=int(options.gpu_memory * 2**30))
     configs = wrapper_configs(flags, wrappers)
-    results = {name: _estimate(name, config, world_size, hardware) for name, config in configs.items()}
-    own_result = results.get(own_wrapper(own), next(iter(results.values())))
+    results: dict[str, Result] = {}
+    for name, config in configs.items():
+        try:
+            results[name] = config if isinstance(config, ConfigError) else estimate(name, config, world_size, hardware)
+        except ConfigError as error:
+            results[name] = error
+    own_result = results.get(NAMES[own.ddp.strategy], next(iter(results.values())))
     if isinstance(own_result, ConfigError):
         raise own_result
     text = as_text(results)
@@ -97,13 +102,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.html is not None:
         _write(options.html, as_html(results, text, sweep))
     return 0 if own_result.fits else DOES_NOT_FIT_STATUS
-
-
-def _estimate(name: str, config: PretrainConfig | ConfigError, world_size: int, hardware: Hardware) -> Result:
-    try:
-        return config if isinstance(config, ConfigError) else estimate(name, config, world_size, hardware)
-    except ConfigError as error:
-        return error
 
 
 def _write(path: Path, text: str) -> None:

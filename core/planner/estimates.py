@@ -14,6 +14,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.memory_categories import GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ..distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES
 from ..distributed.plan import Plan
 from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
@@ -23,12 +24,12 @@ from .recorder import HOST, Transfer
 from .simulation import CATEGORIES, Pass, Simulation, pipeline_ranks, simulate
 from .step_time import StepTime, step_time
 
+NAMES = dict(zip(STRATEGIES, ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"), strict=True))
+"""What the tables call each strategy."""
+
 WRAPPERS: dict[str, tuple[str, ...]] = {
-    "replicated": ("--data-parallel-sharding-strategy", "no_shard"),
-    "ZeRO-1": ("--data-parallel-sharding-strategy", "optim"),
-    "ZeRO-2": ("--data-parallel-sharding-strategy", "optim_grads"),
-    "ZeRO-3": ("--data-parallel-sharding-strategy", "optim_grads_params"),
-    "FSDP2": ("--use-torch-fsdp2",),
+    name: ("--use-torch-fsdp2",) if strategy == FSDP2 else ("--data-parallel-sharding-strategy", strategy)
+    for strategy, name in NAMES.items()
 }
 """The flags that choose each wrapper."""
 
@@ -168,26 +169,17 @@ def wrapper_configs(flags: Sequence[str], wrappers: Sequence[str]) -> dict[str, 
     Raises:
         ConfigError: the run refuses the command line as it is; or a wrapper is unknown.
     """
-    strays = [name for name in wrappers if name not in WRAPPERS]
-    if strays:
+    if strays := [name for name in wrappers if name not in WRAPPERS]:
         raise ConfigError(f"wrappers has {strays[0]!r}; take {', '.join(WRAPPERS)}")
     own = parse_arguments(flags)
     others = without_choice(flags)
     configs: dict[str, PretrainConfig | ConfigError] = {}
     for name in wrappers:
         try:
-            configs[name] = own if name == own_wrapper(own) else parse_arguments([*others, *WRAPPERS[name]])
+            configs[name] = own if name == NAMES[own.ddp.strategy] else parse_arguments([*others, *WRAPPERS[name]])
         except ConfigError as error:
             configs[name] = error
     return configs
-
-
-def own_wrapper(config: PretrainConfig) -> str:
-    """Returns the wrapper that a command line has chosen."""
-    if config.use_torch_fsdp2:
-        return "FSDP2"
-    strategy = config.ddp.sharding_strategy
-    return next(name for name, flags in WRAPPERS.items() if flags[-1] == strategy)
 
 
 def without_choice(flags: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Speeds of accelerators and their links: presets with their sources, and those of the machine, measured.
+"""Speeds of accelerators and their links: presets with their sources, and measurements of the machine.
 
 Rates of products are what torch reaches in the best shapes, and links what NCCL reaches with large messages. Shares of
 a datasheet that are not measured are marked as assumed.
@@ -50,7 +50,7 @@ class Hardware:
     matmul_flops: Rate
     """16-bit operations that large products reach."""
     fp32_flops: Rate
-    """The same of fp32 products that are computed in fp32. In TF32 half of `matmul_flops` is taken."""
+    """Speed of fp32 products that are computed in fp32. In TF32 half of `matmul_flops` is taken."""
     attention_flops: Rate
     """16-bit operations of FlashAttention-2, forward and backward."""
     memory_bandwidth: Rate
@@ -88,7 +88,7 @@ class Hardware:
             return 0.0
         if collective.kind == "all-to-all":  # messages of all pairs, at once
             across = self.crossing_bytes(collective)
-            latency = min(base + link + (nodes > 1) * network for base, link, network, _ in _RING.values())
+            latency = min(base + link + (nodes > 1) * network for base, link, network, _ in _NCCL["ring"])
             inside = (collective.sent_bytes - across) / self.link_bandwidth
             return latency + max(inside, across / self.network_bandwidth)
         bandwidth = self.link_bandwidth
@@ -96,11 +96,11 @@ class Hardware:
             bandwidth = min(bandwidth, ranks / nodes * self.network_bandwidth)
         passes = 2 if collective.kind == "all-reduce" else 1
         seconds = []
-        for base, link, network, share in _RING.values():
+        for base, link, network, share in _NCCL["ring"]:
             latency = base + passes * ((ranks - nodes) * link + (nodes - 1) * network)
             seconds.append(latency + collective.sent_bytes / (bandwidth * share))
         if collective.kind == "all-reduce":
-            for base, link, network, share in _TREE.values():
+            for base, link, network, share in _NCCL["tree"]:
                 latency = base + 2 * ((ranks / nodes - 1) * link + math.log2(nodes) * network)
                 seconds.append(latency + collective.sent_bytes / (bandwidth * share))
         return min(seconds)
@@ -125,20 +125,15 @@ def _num_nodes(ranks: Ranks, node_size: int) -> int:
     return len({rank // node_size for rank in ranks})
 
 
-_US = 1e-6
-_RING = {
-    "LL": (3.6 * _US, 0.47 * _US, 2.7 * _US, 0.25),
-    "LL128": (10.0 * _US, 1.9 * _US, 4.0 * _US, 0.92),
-    "Simple": (8.4 * _US, 3.4 * _US, 9.6 * _US, 1.0),
+_NCCL: dict[str, list[tuple[float, ...]]] = {
+    algorithm: [(*(1e-6 * us for us in latencies), share) for *latencies, share in protocols.values()]
+    for algorithm, protocols in json.loads(Path(__file__).with_name("nccl.json").read_text("utf-8")).items()
 }
-"""By protocol of a ring: seconds of a call, of a step inside a node and between nodes, and its share of the bandwidth.
-From NCCL's own tuning (github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
-_TREE = {
-    "LL": (4.4 * _US, 0.52 * _US, 5.0 * _US, 0.25),
-    "LL128": (4.4 * _US, 1.2 * _US, 8.5 * _US, 0.92 * 0.9),
-    "Simple": (0.0, 28 * _US, 50 * _US, 0.9),
-}
-"""The same of a tree, which only all-reduces have."""
+"""Seconds of a call, of a step inside a node and between nodes, and the share of the bandwidth, by algorithm and
+protocol.
+
+Only all-reduces have a tree. From NCCL's own tuning (github.com/NVIDIA/nccl, src/graph/tuning.cc), in microseconds in
+the file."""
 
 PRESETS = {
     values["name"]: Hardware(**values)

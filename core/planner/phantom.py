@@ -27,7 +27,8 @@ MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
 
 MOST_INTEGER_BYTES = 2**21
-"""The same of integers, in bytes: a quarter of a million tokens. Sums of the bits of large weights are larger."""
+"""Largest tensor of integers whose values are computed, in bytes: a quarter of a million tokens. Sums of the bits of
+large weights are larger."""
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's, which Python names from 3.13 on."""
@@ -88,14 +89,15 @@ class PhantomMode(TorchDispatchMode):
         for tensor in _tensors(output):
             if tensor.device.type == "cpu" and not tensor.is_sparse:
                 is_new = self._recorder.follow(tensor)
-                if is_new and self._recorder.uses_host and self._reads_host(args, kwargs):
+                if (
+                    is_new
+                    and self._recorder.uses_host
+                    and any(map(self._recorder.is_on_host, _tensors([args, kwargs])))
+                ):
                     self._recorder.sort_into(ON_HOST, [tensor])  # what is computed from the host's memory
                 if self._casts_in_memory and torch.Tag.pointwise in func.tags:
                     self._cast(args, tensor.dtype)
         return output
-
-    def _reads_host(self, args: Any, kwargs: Any) -> bool:
-        return any(map(self._recorder.is_on_host, _tensors([args, kwargs])))
 
     def _cast(self, args: Any, dtype: torch.dtype) -> None:
         tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() and arg.dtype != dtype]
@@ -259,9 +261,7 @@ def _memory(shape: Tensor) -> Tensor:
     return memory.zero_() if _has_values(shape) else memory
 
 
-def _attention_flops(
-    query: Tensor, key: Tensor, value: Tensor, *options: Any, products: int = 2, **unused: Any
-) -> int:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *options: Any, products: int = 2, **_: Any) -> int:
     """Products for each pair of a query and a key that it attends to, exact for a causal mask.
 
     Args:
@@ -274,21 +274,12 @@ def _attention_flops(
     return products * batch * heads * pairs * (width + value.shape[3])
 
 
-def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *options: Any, **unused: Any
-) -> int:
-    return _attention_flops(query, key, value, *options, products=5)
-
-
-def _grouped_flops(rows: Tensor, matrices: Tensor, *options: Any, **unused: Any) -> int:
-    """Of experts: each row times one matrix, or of their gradients a product for each expert, of all rows together."""
-    return 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
-
-
 _FLOPS: dict[str, Callable[..., int]] = {
-    "aten::_grouped_mm": _grouped_flops,
+    "aten::_grouped_mm": lambda rows, matrices, *_, **__: 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1],
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, *inputs, **_: _attention_flops(
+        *inputs[:3], *inputs[5:], products=5
+    ),
 }
 
 

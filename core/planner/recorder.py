@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Mark:
-    """The begin of a micro-batch. With pipeline stages the begin of one pass of it through one stage."""
+    """The begin of a micro-batch, or with pipeline stages of its pass through one stage."""
 
     stage: int
     is_forward: bool
@@ -138,8 +138,7 @@ class Recorder:
             self.changes.append((self.where, nbytes, block))
 
     def _release(self, key: int) -> None:
-        block = self.live.pop(key, None)
-        if block is not None:
+        if (block := self.live.pop(key, None)) is not None:
             self.changes.append((self.where, -block.nbytes, block))
 
     def _forget(self, key: int) -> None:

@@ -16,7 +16,7 @@ from ..base.errors import ConfigError
 from ..distributed.plan.layout import default_bucket_size
 from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
-from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, estimate, layer_weights, own_wrapper, without_choice
+from .estimates import NAMES, RESERVED_BYTES, WRAPPERS, Estimate, estimate, layer_weights, without_choice
 from .hardware import Hardware
 
 MOST_RANKS = 16384
@@ -36,7 +36,7 @@ class Candidate:
     step_s: float
     exposed_s: float
     latency_s: float
-    """Of all collectives, what they would take without bytes."""
+    """Time that all collectives would take without bytes."""
     tokens_per_second: float
     """Of a rank."""
 
@@ -67,8 +67,7 @@ def shallow_estimate(name: str, config: PretrainConfig, world_size: int, hardwar
     """
     model = config.model
     depth, frequency = model.num_layers, model.moe_layer_freq
-    stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
-    step = 2 * stages
+    step = 2 * (model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1))
     step *= frequency if isinstance(frequency, int) else depth
     if model.num_layers_in_first_pipeline_stage or model.num_layers_in_last_pipeline_stage:
         step = depth
@@ -117,7 +116,7 @@ def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
     """Returns the flags with one change that saves memory, by the change."""
     config = parse_arguments(flags)
     changes = {f"wrapper {name}": [*without_choice(flags), *WRAPPERS[name]] for name in WRAPPERS}
-    changes.pop(f"wrapper {own_wrapper(config)}")
+    changes.pop(f"wrapper {NAMES[config.ddp.strategy]}")
     extra = ["--activation-checkpointing selective", "--activation-checkpointing full"]
     if (size := config.data.micro_batch_size) > 1:
         extra.append(f"--micro-batch-size {size // 2}")

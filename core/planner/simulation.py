@@ -82,7 +82,7 @@ class Simulation:
     """What the step computes and sends, in order, each with its place, as in `Moment.where`. All micro-batches are
     included. Of pipeline stages, repeated ones are where the second was."""
     first_events: tuple[tuple[str, Event], ...]
-    """The same of the step before."""
+    """Events of the step before."""
     waits_late: frozenset[Ranks]
     """Groups whose reductions run while backward goes on, until it ends."""
     gathers_ahead: bool
@@ -149,7 +149,10 @@ class _Run:
         config, recorder = self._config, self._recorder
         offloads = self._on_gpu and getattr(config.ddp, "cpu_offload", False)
         num_microbatches = config.num_microbatches(self._world_size)
-        count = num_microbatches if config.ddp.reproducible_across_ranks else self._num_simulated(num_microbatches)
+        most, ranks = MOST_SIMULATED, config.model.pipeline_model_parallel_size
+        if self._has_stages:  # until each rank repeats itself
+            most = {"GPipe": num_microbatches, "1F1B": ranks + 2}.get(config.model.pipeline_schedule, 3 * ranks)
+        count = num_microbatches if config.ddp.reproducible_across_ranks else min(most, num_microbatches)
         with (
             phantoms(recorder, casts_in_memory=not self._on_gpu),
             transient_memory_seen_by_profilers(),
@@ -174,7 +177,7 @@ class _Run:
                 recorder.where, self._micro_batch = "the start of the step", 0
                 first_change, first_event = len(recorder.changes), len(recorder.events)
                 train_step(chunks, optimizer, scheduler, world.batches(config), count).result()
-                self._note_state(optimizer)
+                recorder.sort_into(OPTIMIZER_STATE, map(local_part, optimizer_tensors(optimizer.optimizer)))
                 self._note(chunks)
                 steps.append(tuple(_repeated(recorder.events[first_event:], num_microbatches - count)))
             schedule, kept_bytes = self._pipeline(count, num_microbatches)
@@ -198,14 +201,6 @@ class _Run:
             gathers_ahead=is_fsdp2,
             schedule=schedule,
         )
-
-    def _num_simulated(self, num_microbatches: int) -> int:
-        """Returns how many micro-batches have the same peak as all."""
-        model = self._config.model
-        most, ranks = MOST_SIMULATED, model.pipeline_model_parallel_size
-        if self._has_stages:
-            most = {"GPipe": num_microbatches, "1F1B": ranks + 2}.get(model.pipeline_schedule, 3 * ranks)
-        return min(most, num_microbatches)
 
     def _pipeline(self, count: int, num_microbatches: int) -> tuple[Mapping[int, Sequence[Pass]], int]:
         """Returns the schedule of all pipeline ranks, and bytes that each micro-batch keeps, under way or not.
@@ -307,9 +302,6 @@ class _Run:
     def _enter(self, name: str) -> None:
         self._recorder.where = f"{self._pass} of {name}, micro-batch {self._micro_batch}"
 
-    def _note_state(self, optimizer: MegatronOptimizer) -> None:
-        self._recorder.sort_into(OPTIMIZER_STATE, map(local_part, optimizer_tensors(optimizer.optimizer)))
-
     def _note(self, chunks: Sequence[_BaseDataParallel]) -> None:
         """Sorts memory of the wrappers into categories."""
         # Tensors may share memory between kinds, where it counts in the first.
@@ -345,7 +337,7 @@ def _category(block: Block, replicas: Set[Ranks]) -> str:
 
 
 def _repeated(events: Sequence[tuple[str, Event]], times: int) -> Sequence[tuple[str, Event]]:
-    """Returns the events of a step, those of the second micro-batch so many times more."""
+    """Returns the events of a step, with the second micro-batch's events repeated `times` more."""
     if not times:
         return events
     number, numbers = -1, list[int]()

@@ -21,10 +21,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _tera(flops: float) -> str:
-    return f"{flops / 1e12:,.1f}"
-
-
 _MEMORY: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak": ("peak_bytes", bytes_cell),
     "closed formula": ("formula_bytes", lambda parts: bytes_cell(sum(parts.values()))),
@@ -37,8 +33,8 @@ _COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "communication, exposed": ("exposed_s", _seconds),
     "communication, hidden": ("hidden_s", _seconds),
     "bubble of the pipeline": ("bubble_s", _seconds),
-    "model TFLOP of all ranks": ("model_flops", _tera),
-    "hardware TFLOP of a rank": ("hardware_flops_per_rank", _tera),
+    "model TFLOP of all ranks": ("model_flops", lambda flops: f"{flops / 1e12:,.1f}"),
+    "hardware TFLOP of a rank": ("hardware_flops_per_rank", lambda flops: f"{flops / 1e12:,.1f}"),
     "MFU": ("mfu", "{:.1%}".format),
     "tokens/s of a rank": ("tokens_per_second_per_rank", "{:,.0f}".format),
 }

@@ -37,7 +37,7 @@ from .recorder import Recorder
 
 
 def resolved(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
-    """Returns the settings with those of the device resolved.
+    """Returns the settings, with what depends on the device resolved.
 
     Raises:
         ConfigError: the setting's effect on memory is not simulated.
@@ -187,7 +187,12 @@ def batches(config: PretrainConfig) -> Iterator[Batch]:
 def build_model(config: PretrainConfig) -> nn.ModuleList:
     """Builds the rank's stages as ``examples/gpt/pretrain_gpt.py`` does: on meta where parameters are sharded."""
     virtual = config.model.virtual_pipeline_model_parallel_size
-    stages = nn.ModuleList(_build_stage(config, stage) for stage in ([None] if virtual is None else range(virtual)))
+    vocab_size = pad_vocab_size(config.data.vocab_size or 0, config.gpt.make_vocab_size_divisible_by)
+    stages = nn.ModuleList()
+    for vp_stage in [None] if virtual is None else range(virtual):
+        with torch.device("meta" if config.ddp.shards_parameters else "cpu"):
+            stages.append(build_gpt(config, vocab_size, vp_stage))
+        add_lora(stages[-1], config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     # The run checks patterns over all stages, of which others are not built here.
     freeze = freeze_parameters if config.model.pipeline_model_parallel_size == 1 else freeze_matching
     for stage in stages:
@@ -204,11 +209,3 @@ def _choose_in_turn(scores: Tensor, config: MoEConfig) -> Tensor:
     """Chooses experts in turn and ignores their scores, so that all get equally many tokens."""
     places = best_experts(scores, config)
     return torch.arange(places.numel()).remainder_(scores.shape[-1]).view_as(places)
-
-
-def _build_stage(config: PretrainConfig, vp_stage: int | None) -> nn.Module:
-    vocab_size = pad_vocab_size(config.data.vocab_size or 0, config.gpt.make_vocab_size_divisible_by)
-    with torch.device("meta" if config.ddp.shards_parameters else "cpu"):
-        model: nn.Module = build_gpt(config, vocab_size, vp_stage)
-    add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
-    return model

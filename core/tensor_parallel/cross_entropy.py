@@ -13,7 +13,7 @@ are read twice, and their gradient is written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,10 +70,8 @@ def vocab_parallel_cross_entropy(
     group = resolve_group(tp_group)
     size, vocab = group_size(group), vocab_parallel_logits.shape[-1]
     check_ids(target, vocab * size, "target", exception=IGNORE_INDEX)
-    logits = vocab_parallel_logits.reshape(-1, vocab)
-    flat = target.reshape(-1)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, flat, float(label_smoothing), group)
-    return loss.view_as(target)
+    logits, flat = vocab_parallel_logits.reshape(-1, vocab), target.reshape(-1)
+    return cast(Tensor, _VocabParallelCrossEntropy.apply(logits, flat, float(label_smoothing), group)).view_as(target)
 
 
 def linear_cross_entropy(
@@ -183,9 +181,9 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        # The compiled function. The first call on a GPU sets it; never cleared.
+        # The compiled function. The first call on a GPU sets it, for all later ones.
         self._compiled_function: Callable[..., Any] | None = None
-        # Whether torch cannot compile on this machine. The first call that fails sets it; never cleared.
+        # Whether torch cannot compile on this machine. The first call that fails sets it, so that no other one tries.
         self._cannot_compile = False
 
     def __call__(self, matrix: Tensor, *vectors: Tensor) -> Any:

@@ -35,8 +35,7 @@ def broadcast_data(
             dimensions.
     """
     group = resolve_group(tp_group)
-    is_source = group_rank(group) == 0
-    if is_source:
+    if is_source := group_rank(group) == 0:
         _check(keys, data, datatype)
     if group is None or group_size(group) == 1:
         return {key: data[key].to(current_device()) for key in keys}

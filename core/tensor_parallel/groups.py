@@ -42,32 +42,17 @@ def group_rank(group: Group) -> int:
     return 0 if group is None else group.rank()
 
 
-def check_degree(config: ModelParallelConfig, group: Group) -> None:
-    """Raises ParallelConfigError unless the group has as many ranks as the config says.
-
-    A config of 1, the default, takes any group, because Megatron-LM's scripts may leave the degree out: layers are
-    split over their group in any case.
-    """
-    degree, num_ranks = config.tensor_model_parallel_size, group_size(group)
-    if degree in (1, num_ranks):
-        return
-    fix = "call initialize_model_parallel with that size, or pass tp_group" if group is None else "make them equal"
-    raise ParallelConfigError(
-        f"config.tensor_model_parallel_size is {degree}, but the tensor-parallel group has {num_ranks} rank(s); {fix}"
-    )
-
-
 def check_degrees(config: ModelParallelConfig, **ranks: int) -> None:
-    """Raises ParallelConfigError unless groups of `core.parallel_state` have as many ranks as the config says.
+    """Raises ParallelConfigError unless groups have as many ranks as the config says.
 
     Args:
-        ranks: by the config's field, whose None takes any number.
+        ranks: size of a group by the config's field, whose None takes any number.
     """
     for name, num_ranks in ranks.items():
         if getattr(config, name) not in (None, num_ranks):
             raise ParallelConfigError(
-                f"config.{name} is {getattr(config, name)}, but core.parallel_state has such groups of {num_ranks}; "
-                "call initialize_model_parallel with the same size first"
+                f"config.{name} is {getattr(config, name)}, but there are such groups of {num_ranks}; call "
+                "initialize_model_parallel with the same size first, or give a layer its group as tp_group"
             )
 
 

@@ -87,8 +87,7 @@ class ParameterOwner(nn.Module):
         if shape is None:
             self.register_parameter(name, None)
             return
-        parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        self.register_parameter(name, parameter)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
         self.initializers[name] = initializer
         self.initial_dtypes[name] = config.compute_dtype
         self.parameter_marks[name] = {
@@ -103,8 +102,7 @@ class ParameterOwner(nn.Module):
     def restore_parameter_marks(self) -> None:
         """Sets the stored attributes on the current parameters."""
         for name, marks in self.parameter_marks.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None:
+            if (parameter := self._parameters.get(name)) is not None:
                 vars(parameter).update(marks)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParameterOwner:
@@ -127,8 +125,7 @@ class ParameterOwner(nn.Module):
 
 def mark_parameter(module: nn.Module, name: str = "weight", **marks: Any) -> None:
     """Sets attributes of a module's parameter, if it has one, to stay when torch replaces the parameter."""
-    parameter = module._parameters.get(name)
-    if parameter is None:
+    if (parameter := module._parameters.get(name)) is None:
         return
     if isinstance(module, ParameterOwner) and name in module.parameter_marks:
         module.parameter_marks[name].update(marks)

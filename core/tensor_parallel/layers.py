@@ -18,14 +18,28 @@ from ..base.initialization import Initializer
 from ..base.megatron_names import checks_arguments
 from ..model_parallel_config import ModelParallelConfig
 from . import mappings
-from .groups import Group, check_degree, check_ids, group_rank, group_size, per_rank
+from .groups import Group, check_degrees, check_ids, group_rank, group_size, per_rank
 from .initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from .weight_gradients import embedding, linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class ColumnParallelLinear(ParameterOwner):
+class _ParallelLayer(ParameterOwner):
+    """Has the config that it was built by, and a tensor-parallel group of as many ranks as the config says.
+
+    A config of 1, the default, takes any group, because Megatron-LM's scripts may leave the degree out: layers are
+    split over their group in any case.
+    """
+
+    def __init__(self, config: ModelParallelConfig, tp_group: Group) -> None:
+        super().__init__(tp_group)
+        self.config = config
+        if config.tensor_model_parallel_size != 1:
+            check_degrees(config, tensor_model_parallel_size=group_size(self.tp_group))
+
+
+class ColumnParallelLinear(_ParallelLayer):
     """`y = x A^T + b` with split output features: each rank has `A` `[output_size / tp, input_size]`.
 
     The backward overlaps the input gradient's all-reduce (or reduce-scatter) with the weight gradient's product.
@@ -65,9 +79,7 @@ class ColumnParallelLinear(ParameterOwner):
         skip_weight_param_allocation: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__(tp_group)
-        check_degree(config, self.tp_group)
-        self.config = config
+        super().__init__(config, tp_group)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.output_size_per_partition = per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
@@ -114,7 +126,7 @@ class ColumnParallelLinear(ParameterOwner):
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
 
 
-class RowParallelLinear(ParameterOwner):
+class RowParallelLinear(_ParallelLayer):
     """`y = x A^T + b` with split input features: each rank has `A` `[output_size, input_size / tp]`.
 
     The ranks' products are summed by an all-reduce, or with `config.sequence_parallel` by a reduce-scatter over the
@@ -150,9 +162,7 @@ class RowParallelLinear(ParameterOwner):
         skip_bias_add: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__(tp_group)
-        check_degree(config, self.tp_group)
-        self.config = config
+        super().__init__(config, tp_group)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.input_size_per_partition = per_rank(input_size, self.tp_group, "input_size of a RowParallelLinear")
@@ -191,7 +201,7 @@ class RowParallelLinear(ParameterOwner):
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
 
 
-class VocabParallelEmbedding(ParameterOwner):
+class VocabParallelEmbedding(_ParallelLayer):
     """A table split by rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]` on each rank.
 
     Args:
@@ -220,9 +230,7 @@ class VocabParallelEmbedding(ParameterOwner):
         reduce_scatter_embeddings: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__(tp_group)
-        check_degree(config, self.tp_group)
-        self.config = config
+        super().__init__(config, tp_group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         rows = per_rank(num_embeddings, self.tp_group, "vocabulary (num_embeddings) of a VocabParallelEmbedding")

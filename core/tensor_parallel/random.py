@@ -67,7 +67,7 @@ class RNGStatesTracker:
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Replaces every stream, for example by those of a checkpoint."""
+        """Replaces every stream, for example by a checkpoint's streams."""
         self._states.clear()
         self._states.update(states)
 
@@ -144,8 +144,7 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
     if device_type() == "cuda":
         torch.cuda.manual_seed_all(seed)
     _tracker.reset()
-    cp_rank = parallel_state.get_context_parallel_rank()
-    own = seed + cp_rank * _CONTEXT_PARALLEL_OFFSET
+    own = seed + parallel_state.get_context_parallel_rank() * _CONTEXT_PARALLEL_OFFSET
     _tracker.add(MODEL_PARALLEL_RNG, own + _MODEL_PARALLEL_OFFSET + tp_rank)
     if parallel_state.get_context_parallel_world_size() > 1:
         _tracker.add(CONTEXT_PARALLEL_RNG, own + _CONTEXT_PARALLEL_OFFSET)

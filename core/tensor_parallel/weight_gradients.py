@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,9 +85,10 @@ def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
     Args:
         adds_rows: if ``weight.grad`` is a dense sum already, add the rows to it; it stays dense.
     """
-    if weight.is_cpu and not is_on_gpu(weight) and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
-        output: Tensor = _Embedding.apply(ids, weight)
-        return output
+    # Autograd adds rows to a plain tensor's gradient, and its hooks would see them.
+    may_add = adds_rows and type(weight) in (Tensor, torch.nn.Parameter) and not weight._backward_hooks
+    if weight.is_cpu and not is_on_gpu(weight) and (_has_lender(weight) or (may_add and _is_trained(weight))):
+        return cast(Tensor, _Embedding.apply(ids, weight))
     return F.embedding(ids, weight)
 
 
@@ -95,8 +96,7 @@ def lender_of(weight: Tensor) -> Lender | None:
     """Returns the weight's lender for backward to save, because recomputation may pass a weight without attributes."""
     if weight._backward_hooks:  # hooks may keep a gradient
         return None
-    lender: Lender | None = getattr(weight, "lend_gradient_memory", None)
-    return lender
+    return cast("Lender | None", getattr(weight, "lend_gradient_memory", None))
 
 
 def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> Tensor | None:
@@ -109,10 +109,6 @@ def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> Tensor | None:
 
 def _has_lender(weight: Tensor) -> bool:
     return lender_of(weight) is not None and _is_trained(weight)
-
-
-def _may_be_added_to(weight: Tensor) -> bool:
-    return type(weight) in (Tensor, torch.nn.Parameter) and not weight._backward_hooks and _is_trained(weight)
 
 
 def _is_trained(weight: Tensor) -> bool:

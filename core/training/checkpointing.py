@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,11 @@ def save_checkpoint(
     """
     tensors, metadata = run_state(state, config)
     folder = dist_checkpointing.checkpoint_directory(root, state.iteration)
-    metadata[FINITE] = _all_finite(tensors)
+    parts = [part for part in held_pieces(tensors).values() if part.is_floating_point() and part.element_size() > 1]
+    ends = [end for part in parts for end in torch.aminmax(part)]  # both are NaN if any value is
+    everywhere = torch.tensor(int(all(end.isfinite() for end in ends)), device=device.current_device())
+    all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
+    metadata[FINITE] = bool(everywhere)
     write = dist_checkpointing.save if saver is None else saver.save
     write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
@@ -178,8 +182,7 @@ def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
             raise
     if checkpoint is None:
         raise CheckpointError(
-            f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load the folder that a "
-            "run saved to"
+            f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load a run's folder"
         )
     return checkpoint
 
@@ -211,19 +214,10 @@ def _of_all_stages(names: list[str]) -> list[str]:
     return sorted({name for of_rank in pipeline_ranks().all_gather(names) for name in of_rank})
 
 
-def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether every floating value on every rank is finite. Collective."""
-    parts = [part for part in held_pieces(tensors).values() if part.is_floating_point() and part.element_size() > 1]
-    ends = [end for part in parts for end in torch.aminmax(part)]  # both are NaN if any value is
-    everywhere = torch.tensor(int(all(end.isfinite() for end in ends)), device=device.current_device())
-    all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
-    return bool(everywhere)
-
-
 _LAST_WAIT_S = 60.0
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Saves checkpoints of a run. Every rank enters it. Leaving it waits for the checkpoint that is being written."""
 
     def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
@@ -264,9 +258,6 @@ class CheckpointWriter:
         """
         if self._saver is not None:
             self._saver.wait()
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for the last checkpoint. After an error that all ranks raise, for a limited time. After a crash,

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
     corpus = IndexedDataset(data_path)
     if len(corpus) == 0:
         raise DataError(f"{corpus.idx_path}: the corpus is empty; prepare it from files that hold text")
-    tokenizer = _tokenizer(config, data_path)
+    beside_corpus, tokenizer = tokenizer_path(data_path), None
+    if config.data.tokenizer_model is not None or beside_corpus.exists():
+        tokenizer = load_tokenizer(config.data.tokenizer_model or beside_corpus)
     vocab_size = _vocab_size(config, data_path, tokenizer)
     settings = GPTDatasetConfig(
         sequence_length=config.data.seq_length,
@@ -71,7 +74,15 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
     )
     batch = config.global_batch_size(world_size)
     train = GPTDataset(corpus, "train", settings, config.run.train_iters * batch)
-    num_valid = config.run.eval_iters * batch if _can_validate(config, corpus) else 0
+    first, last = document_range(len(corpus), "valid", config.data.split)
+    num_valid = config.run.eval_iters * batch if parse_shares(config.data.split)[1] > 0 else 0
+    if num_valid and first == last:
+        num_valid = 0
+        warnings.warn(
+            f"{corpus.prefix}: none of its {len(corpus)} documents falls to validation under split "
+            f"{config.data.split}, so nothing is validated; give it a larger share, or more documents",
+            stacklevel=2,
+        )
     return RunData(
         train=train,
         valid=GPTDataset(corpus, "valid", settings, num_valid) if num_valid else None,
@@ -107,19 +118,6 @@ def open_batches(
     return DeviceBatches(iter(loader))
 
 
-def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
-    """Returns whether there is a document to validate on. Warns if rounding left none of the requested share."""
-    first, last = document_range(len(corpus), "valid", config.data.split)
-    validates = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
-    if validates and first == last:
-        warnings.warn(
-            f"{corpus.prefix}: none of its {len(corpus)} documents falls to validation under split "
-            f"{config.data.split}, so nothing is validated; give it a larger share, or more documents",
-            stacklevel=3,
-        )
-    return validates and first < last
-
-
 def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
     corpus, settings = train.corpus, train.config
     return {
@@ -134,27 +132,17 @@ def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
     }
 
 
-def _tokenizer(config: PretrainConfig, data_path: Path) -> Tokenizer | None:
-    if config.data.tokenizer_model is not None:
-        return load_tokenizer(config.data.tokenizer_model)
-    path = tokenizer_path(data_path)
-    return load_tokenizer(path) if path.exists() else None
-
-
 def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | None) -> int:
     vocab_size = config.data.vocab_size
-    if tokenizer is None:
-        if vocab_size is None:
-            raise ConfigError(
-                f"{tokenizer_path(data_path)} does not exist, so the size of the vocabulary is unknown; give "
-                "--vocab-size, or the tokenizer of the corpus with --tokenizer-model"
-            )
-        return vocab_size
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+    least = None if tokenizer is None else tokenizer.vocab_size
+    if (vocab_size := vocab_size or least) is None:
         raise ConfigError(
-            f"vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; drop it, or raise it"
+            f"{tokenizer_path(data_path)} does not exist, so the size of the vocabulary is unknown; give "
+            "--vocab-size, or the tokenizer of the corpus with --tokenizer-model"
         )
-    return vocab_size or tokenizer.vocab_size
+    if vocab_size < (least or 0):
+        raise ConfigError(f"vocab_size {vocab_size} is smaller than the tokenizer's {least}; drop it, or raise it")
+    return vocab_size
 
 
 Batch = Mapping[str, torch.Tensor]
@@ -200,7 +188,7 @@ class SideStream:
         return wait
 
 
-class DeviceBatches(Iterator[Batch]):
+class DeviceBatches(Iterator[Batch], AbstractContextManager["DeviceBatches"]):
     """Iterates over a rank's micro-batches, on its device.
 
     On a GPU a thread reads the next batches and starts their copies while the step runs: the host waits for neither.
@@ -240,9 +228,6 @@ class DeviceBatches(Iterator[Batch]):
         """Stops reading ahead. May be called again."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> DeviceBatches:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -68,52 +68,37 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
 
 
 def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
-    world_size = dist.get_world_size()
-    is_writer = dist.get_rank() == 0
-    folder = config.checkpoint.folder
-    num_microbatches = config.num_microbatches(world_size)
-    batch_size = config.global_batch_size(world_size)
-    last = config.run.train_iters
+    folder, is_writer, world_size = config.checkpoint.folder, dist.get_rank() == 0, dist.get_world_size()
+    num_microbatches, batch_size = config.num_microbatches(world_size), config.global_batch_size(world_size)
+    begun_at, last, micro_batch = state.iteration, config.run.train_iters, config.data.micro_batch_size
+    tree, generation, profiles = state.model.plan.tree, current_generation(), config.run.profile_memory and is_writer
     validation_loss: float | None = None
     stop = False
+    opened: Callable[..., AbstractContextManager[Iterator[Batch]]] = open_batches if begun_at < last else _no_batches
     for chunk in state.chunks:
         chunk.train()
     with (
         StopRequest() as request,
-        RunLog(config, folder, state.iteration, is_writer=is_writer) as log,
+        RunLog(config, folder, begun_at, is_writer=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
-        _batches(state, config, data) as batches,
-        StepCopies(partial(run_state, state, config), state.iteration, config.run.copy_interval) as copies,
+        opened(data.train, config, state.consumed_samples, tree) as batches,
+        StepCopies(partial(run_state, state, config), begun_at, config.run.copy_interval) as copies,
     ):
-        skipped_steps = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
-        generation = current_generation()
         if generation is None or not generation.lost:
             log.model(state.model, num_microbatches)
             if table := state.optimizer.describe():
                 log.message(table)
-        begun_at = state.iteration
-        profiles = config.run.profile_memory and is_writer
-        to_profile = min(state.iteration + PROFILED_ITERATION, last) if profiles else None
-        reporter = _Reporter(state, log, writer, skipped_steps)
+        reporter = _Reporter(state, log, writer)
         while state.iteration < last and not stop:
             step_begun = time.monotonic()
-            step = partial(
-                train_step,
-                state.chunks,
-                state.optimizer,
-                state.scheduler,
-                batches,
-                num_microbatches,
-                stop_requested=request.requested or writer.has_failed,
-                seeds=None if state.model.plan.tree is None else _seeds(state, config),
-                before_update=copies.wait,
-            )
-            if state.iteration + 1 == to_profile and folder is not None:
-                running = _profile_step(step, state, folder, log)
-            else:
-                running = step()
+            seeds = MicroBatchSeeds(config.run.seed, state.consumed_samples // micro_batch)
+            step = partial(train_step, state.chunks, state.optimizer, state.scheduler, batches, num_microbatches)
+            step = partial(step, seeds=None if tree is None else seeds, before_update=copies.wait)
+            step = partial(step, stop_requested=request.requested or writer.has_failed)
+            is_profiled = profiles and state.iteration + 1 == min(begun_at + PROFILED_ITERATION, last)
+            running = _profile_step(step, state, folder, log) if is_profiled and folder is not None else step()
             state.iteration += 1
             state.consumed_samples += batch_size
             stop = reporter.take(running, batch_size * config.data.seq_length)
@@ -137,12 +122,15 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
             report_step(state.iteration, time.monotonic() - step_begun)
             reporter.restart_watch()  # exclude the time of validation and saving
+    final_loss = validation_loss if state.iteration == last else None
+    stopped_by = (request.signal_name or "a signal to another rank") if stop else ""
     return Outcome(
-        iteration=state.iteration,
-        validation_loss=validation_loss if state.iteration == last else None,
-        checkpoint=writer.last_folder,
-        stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
+        iteration=state.iteration, validation_loss=final_loss, checkpoint=writer.last_folder, stopped_by=stopped_by
     )
+
+
+def _no_batches(*_: object) -> AbstractContextManager[Iterator[Batch]]:
+    return nullcontext(iter(()))
 
 
 def _profile_step(step: Callable[[], RunningStep], state: TrainingState, folder: Path, log: RunLog) -> RunningStep:
@@ -152,16 +140,6 @@ def _profile_step(step: Callable[[], RunningStep], state: TrainingState, folder:
     log.files.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, iteration))
     log.message(f"iteration {iteration}: drew {folder / PICTURE_FILE}")
     return running
-
-
-def _batches(state: TrainingState, config: PretrainConfig, data: RunData) -> AbstractContextManager[Iterator[Batch]]:
-    if state.iteration >= config.run.train_iters:
-        return nullcontext(iter(()))
-    return open_batches(data.train, config, state.consumed_samples, state.model.plan.tree)
-
-
-def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:
-    return MicroBatchSeeds(config.run.seed, state.consumed_samples // config.data.micro_batch_size)
 
 
 class Stopwatch:
@@ -184,8 +162,9 @@ class _Reporter:
     the step that caused it.
     """
 
-    def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter, skips: SkippedSteps) -> None:
-        self._state, self._log, self._writer, self._skips = state, log, writer, skips
+    def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter) -> None:
+        self._state, self._log, self._writer = state, log, writer
+        self._skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         # Seconds since the last step was taken. `take` and `restart_watch` restart it; the latter leaves out time that
         # belongs to no step.
         self._watch = Stopwatch()
@@ -269,7 +248,6 @@ class SkippedSteps:
         if self.in_a_row and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"iteration {iteration} is skipped: its gradients are infinite or NaN; the run ends after {LIMIT} "
-                "such steps in a row",
+                f"iteration {iteration} is skipped: its gradients are infinite or NaN; {LIMIT} such steps end the run",
                 stacklevel=2,
             )

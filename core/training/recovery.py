@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ def load_newest_copy(state: TrainingState, config: PretrainConfig) -> Path | Non
     Returns:
         where it was, or None if there is none: at the start of a run, or under a launcher that keeps no survivors.
     """
-    folder = _newest(lambda: run_state(state, config)[0])
-    if folder is not None:
+    if (folder := _newest(lambda: run_state(state, config)[0])) is not None:
         load_checkpoint(state, config, folder, same_on_all=False)
     return folder
 
@@ -70,7 +70,7 @@ def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
     return folder
 
 
-class StepCopies:
+class StepCopies(AbstractContextManager["StepCopies"]):
     """Copies a run's state to memory after each step. Does nothing under a launcher that keeps no survivors.
 
     A copy that a rank cannot write is skipped, with a warning. Warns if the memory is too small for the copies of the
@@ -90,7 +90,7 @@ class StepCopies:
     ) -> None:
         self._state, self._interval = state, interval
         root, generation = copies_root(), current_generation()
-        # None: there is nowhere to copy to. Fixed.
+        # None: there is nowhere to copy to.
         self._copies: HostCopies | None = None
         if root is None or generation is None:
             return
@@ -116,9 +116,6 @@ class StepCopies:
         """Waits until the last copy has ended on all ranks. A step calls it before its update."""
         if self._copies is not None:
             self._copies.wait()
-
-    def __enter__(self) -> StepCopies:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._copies is not None:

@@ -15,7 +15,7 @@ import resource
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ _CURVE = "The loss curve"
 _NO_LOG = "{} is not the log of a run; move it away, or choose another --save"
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """The log of a run that starts or continues at `iteration`.
 
     Args:
@@ -158,9 +158,6 @@ class RunLog:
         if self._bar is not None:
             with suppress(OSError):  # the output may be a file on a full disk
                 self._bar.write(text, file=sys.stderr)
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
@@ -309,8 +306,7 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
     figure = import_extra("matplotlib.figure", "train", _CURVE).Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for name, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        if points:
+        if points := [(line["step"], line[name]) for line in lines if line.get(name) is not None]:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
     axes.set(xlabel="iteration", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -54,7 +54,7 @@ def initialize(config: PretrainConfig) -> None:
     check_range(config.data, "num_workers", most=most, takes=f"0 to {most} here: {WORKERS_PER_CORE} processes a core")
     if environment_rank() != 0:
         warnings.filterwarnings("ignore")
-    warnings.formatwarning = _one_line_warning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     offloads = getattr(config.ddp, "cpu_offload", False)
     torch.set_num_threads(environment_threads(updates_on_host=offloads and device.device_type() == "cuda"))
     torch.set_float32_matmul_precision(config.run.fp32_matmul_precision)
@@ -78,11 +78,6 @@ def make_groups(config: PretrainConfig) -> None:
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.run.distributed_timeout_minutes,
     )
-
-
-def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """Formats a warning without its place in the code, which a run's user did not write."""
-    return f"warning: {message}\n"
 
 
 @dataclass(kw_only=True)
@@ -167,22 +162,15 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
 _SECTIONS = ("model", "gpt", "ddp", "optimizer")
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
 def _is_small(value: Any) -> bool:
     """Returns whether a value is a plausible number of ranks, or of bytes of a rank's random streams."""
     return type(value) is int and 0 < value < 1 << 20
 
 
 _METADATA: dict[str, Callable[[Any], bool]] = {
-    "iteration": _is_count,
-    "consumed_samples": _is_count,
+    **dict.fromkeys(("iteration", "consumed_samples"), lambda value: isinstance(value, int) and value >= 0),
     "vocab_size": lambda value: isinstance(value, int),
-    "config": lambda value: isinstance(value, dict),
-    "optimizer": lambda value: isinstance(value, dict),
-    "scheduler": lambda value: isinstance(value, dict),
+    **dict.fromkeys(("config", "optimizer", "scheduler"), lambda value: isinstance(value, dict)),
     "model_tensors": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
     "rng_bytes": lambda value: value == 0 or _is_small(value),  # 0 in a converted run, which has no random streams
     "layout": lambda value: isinstance(value, dict) and _is_small(value.get("ranks")),
@@ -200,8 +188,7 @@ MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of 
 
 def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
     """Refuses a checkpoint that :func:`save_checkpoint` did not write, or whose metadata it could not have written."""
-    missing = _METADATA.keys() - metadata.keys()
-    if missing:
+    if missing := _METADATA.keys() - metadata.keys():
         raise CheckpointError(
             f"{folder}: not the checkpoint of a pretraining run, its metadata has no {', '.join(sorted(missing))}"
         )
@@ -216,8 +203,7 @@ def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
 
 def check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: PretrainConfig, folder: Path) -> None:
     """Raises CheckpointError, with all differences, if a checkpoint is of another model than `state`."""
-    theirs = metadata["config"]
-    ours = config.to_json()
+    theirs, ours = metadata["config"], config.to_json()
     without = OPTIONS_OF_FUNCTION if ours["model"]["num_moe_experts"] is None else ()
     differing = [
         f"{name} {theirs[section].get(name)!r} there and {ours[section][name]!r} here"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from ..optimizer import MegatronOptimizer
 from ..optimizer.exact_sums import exact_totals
 from ..optimizer.grad_scaler import StepOutcome
 from ..optimizer_param_scheduler import OptimizerParamScheduler
-from ..pipeline_parallel.stages import run_stages
+from ..pipeline_parallel.stages import run_micro_batches
 from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.moe.moe_layer import logged_statistics
 from ..transformer.sequences import PackedDocuments, own_chunks
@@ -123,52 +122,34 @@ def train_step(
     *,
     stop_requested: bool = False,
     seeds: MicroBatchSeeds | None = None,
-    before_update: Callable[[], None] | None = None,
+    before_update: Callable[[], None] = lambda: None,
 ) -> RunningStep:
     """Queues one optimizer step in Megatron-LM's order. All ranks call it together.
 
-    The host does not wait for the device, but for the result of the step before. All that is read from the device is
-    in one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
+    The host waits for the result of the step before alone. What it reads from the device is one copy.
 
     Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. Context-parallel
-    ranks divide by the number of tokens in their whole sequences, so that tokens have equal weights on all ranks. With
-    `calculate_per_token_loss` losses are summed, and `finalize_model_grads` divides by the number of tokens of all
-    micro-batches and ranks.
+    ranks divide by the tokens in their whole sequences, so that tokens have equal weights on all ranks. With
+    `calculate_per_token_loss` losses are summed, and `finalize_model_grads` divides by the tokens of the whole step.
 
-    Where the wrapper computes the same bits on any number of ranks (`Plan.tree`), each loss is divided by the
-    number of micro-batches on all ranks, which does not depend on the number of ranks; and reported losses are added
-    exactly.
+    Where the wrapper computes the same bits on any number of ranks (`Plan.tree`), each loss is divided by the number
+    of micro-batches on all ranks, and reported losses are added exactly.
 
     Args:
         model: the wrapped model, or this rank's pipeline stages. All stages of a pipeline read the same batches.
-        batches: this rank's micro-batches; takes `num_microbatches` of them, copied to the device if they are
-            not there (`DeviceBatches`).
+        batches: this rank's micro-batches, which are copied to the device if they are not there (`DeviceBatches`).
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.
         before_update: called before the step's last collective of all ranks and its update.
     """
     chunks = _chunks(model)
-    model = chunks[0]
-    per_token = model.sums_gradients
-    tree, group = model.plan.tree, model.process_group
-    for chunk in chunks:
-        chunk.expect_micro_batches(num_microbatches, divides_by_ranks=tree is None)
+    wrapper, per_token = chunks[0], chunks[0].plan.sums_gradients
+    tree, group = wrapper.plan.tree, wrapper.process_group
     share = num_microbatches if tree is None else num_microbatches * group.size()
     rows: list[torch.Tensor] = []
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device.current_device())
-    num_tokens = torch.zeros_like(loss_sum)
-    inputs = _inputs(chunks, batches, num_microbatches)
-    numbers = [count() for _ in chunks]
+    loss_sum, num_tokens = torch.zeros(2, dtype=torch.float64, device=device.current_device()).unbind()
 
-    def run(chunk: torch.nn.Module, index: int) -> torch.Tensor:
-        sequences = next(inputs[index])
-        batch = _own_chunks(sequences)
-        if seeds is not None:
-            seeds.enter(chunks[index].micro_batch_index(next(numbers[index])))
-        output = _forward(chunk, batch)
-        if not is_last_stage(chunk):
-            return output
-        masked_sum, tokens = _masked_loss(output, batch)
+    def take(masked_sum: torch.Tensor, tokens: torch.Tensor, sequences: Batch) -> torch.Tensor:
         loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / share
         loss_sum.add_(loss.detach())
         num_tokens.add_(tokens)
@@ -176,33 +157,32 @@ def train_step(
             rows.append(torch.stack([loss.detach().double(), tokens.double()]))
         return optimizer.scale_loss(loss)
 
-    with failures_explained(model):
+    with failures_explained(wrapper):
         for chunk in chunks:
+            chunk.expect_micro_batches(num_microbatches, divides_by_ranks=tree is None)
             chunk.zero_grad_buffer()
-        if _has_stages():
-            run_stages(chunks, run, num_microbatches, shape=_shape(inputs))
-        else:
-            for i in range(num_microbatches):
-                with model.no_sync() if i < num_microbatches - 1 else nullcontext():
-                    run(model, 0).backward()
+        _run_batches(chunks, batches, num_microbatches, take, seeds=seeds)
         finalize_model_grads(chunks, num_tokens if per_token else None)
-        if before_update is not None:
-            before_update()
-
+        before_update()
         # Queued before the update: behind it, it would wait for the parameters that ranks exchange after it.
         weight = num_tokens if per_token else torch.ones_like(loss_sum)
-        totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        all_reduce_by_backend(totals, replicas, what="the loss")
-        if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
-            # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
-            all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
+        totals = _over_ranks(torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))]))
         if tree is not None:
             exact = exact_totals(rows or [totals.new_zeros(2)] * num_microbatches, group)
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
         sum_of_last_stage(totals[:2], chunks)
         names, statistics = logged_statistics(chunks) or ((), totals[:0])
         return RunningStep(optimizer, scheduler, torch.cat([totals, statistics]), names)
+
+
+def _over_ranks(totals: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of losses and of weights over replicas, and how many ranks were asked to stop."""
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    all_reduce_by_backend(totals, replicas, what="the loss")
+    if dist.get_world_size() > replicas.size():
+        # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
+        all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
+    return totals
 
 
 @torch.no_grad()
@@ -221,27 +201,17 @@ def evaluate(
     chunks = _chunks(model)
     rows: list[torch.Tensor] = []
 
-    def run(chunk: torch.nn.Module, index: int) -> torch.Tensor:
-        batch = _own_chunks(next(inputs[index]))
-        output = _forward(chunk, batch)
-        if not is_last_stage(chunk):
-            return output
-        masked_sum, tokens = _masked_loss(output, batch)
+    def take(masked_sum: torch.Tensor, tokens: torch.Tensor, sequences: Batch) -> torch.Tensor:
         rows.append(torch.stack([masked_sum.double(), tokens.double()]))
         return masked_sum
 
     were_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
-    at_once = num_microbatches if _has_stages() else num_batches
+    at_once = num_microbatches if parallel_state.get_pipeline_model_parallel_world_size() > 1 else num_batches
     try:
         for _ in range(num_batches // at_once):
-            inputs = _inputs(chunks, batches, at_once)
-            if _has_stages():
-                run_stages(chunks, run, at_once, shape=_shape(inputs), forward_only=True)
-            else:
-                for _ in range(at_once):
-                    run(chunks[0], 0)
+            _run_batches(chunks, batches, at_once, take, forward_only=True)
     finally:
         for chunk, was_training in zip(chunks, were_training, strict=True):
             chunk.train(was_training)
@@ -256,24 +226,36 @@ def _chunks(model: _BaseDataParallel | Sequence[_BaseDataParallel]) -> list[_Bas
     return [model] if isinstance(model, _BaseDataParallel) else list(model)
 
 
-def _has_stages() -> bool:
-    """Returns whether the model is cut into pipeline stages."""
-    return parallel_state.get_pipeline_model_parallel_world_size() > 1
+def _run_batches(
+    chunks: Sequence[_BaseDataParallel],
+    batches: Iterator[Batch],
+    num_microbatches: int,
+    take: Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor],
+    *,
+    seeds: MicroBatchSeeds | None = None,
+    forward_only: bool = False,
+) -> None:
+    """Runs a step's micro-batches over the chunks.
 
+    Args:
+        take: gets the sum of unmasked losses, their number, both 0-dim, and the batch in whole sequences. Returns the
+            loss that backward starts from.
+    """
+    inputs, (batch_size, length) = [batches], (0, 0)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        step = [next(batches) for _ in range(num_microbatches)]  # each chunk has its turn several times
+        inputs, (batch_size, length) = [iter(step) for _ in chunks], step[0]["tokens"].shape
+    numbers = [count() for _ in chunks]
 
-def _inputs(chunks: Sequence[_BaseDataParallel], batches: Iterator[Batch], count: int) -> list[Iterator[Batch]]:
-    """Returns an iterator over a step's micro-batches for each chunk. Pipeline stages read them when the step begins,
-    as each has its turn several times."""
-    if not _has_stages():
-        return [batches]
-    step = [next(batches) for _ in range(count)]
-    return [iter(step) for _ in chunks]
+    def run(chunk: torch.nn.Module, index: int) -> torch.Tensor:
+        sequences = next(inputs[index])
+        batch = _own_chunks(sequences)
+        if seeds is not None:
+            seeds.enter(chunks[index].micro_batch_index(next(numbers[index])))
+        output = _forward(chunk, batch)
+        return take(*_masked_loss(output, batch), sequences) if is_last_stage(chunk) else output
 
-
-def _shape(inputs: Sequence[Iterator[Batch]]) -> tuple[int, int]:
-    """Returns the shape of whole sequences, `(s, b)`, which all micro-batches have."""
-    batch_size, length = next(copy(inputs[0]))["tokens"].shape
-    return length, batch_size
+    run_micro_batches(chunks, run, num_microbatches, shape=(length, batch_size), forward_only=forward_only)
 
 
 def _tokens_a_rank(batch: Batch) -> torch.Tensor:
@@ -288,8 +270,7 @@ def _forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     if "document_starts" in batch:  # read here: FSDP2 would move it to the device
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         documents["documents"] = PackedDocuments(batch["document_starts"], rank, size)
-    output: torch.Tensor = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **documents)
-    return output
+    return cast(torch.Tensor, model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **documents))
 
 
 def _masked_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

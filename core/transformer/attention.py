@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -112,9 +113,10 @@ class SelfAttention(MegatronModule):
         mark_parameter(self.linear_qkv, fused_rows=fused)
         # Each tensor-parallel rank norms its own heads with the whole weight.
         partial = ranks > 1
+        own = build_norm if config.qk_layernorm else None
+        norms = (own if n in (None, IdentityOp) else n for n in (submodules.q_layernorm, submodules.k_layernorm))
         self.q_layernorm, self.k_layernorm = (
-            None if norm is None else build_module(norm, config, channels, partial_gradients=partial)
-            for norm in (_norm_of_heads(config, spec) for spec in (submodules.q_layernorm, submodules.k_layernorm))
+            None if norm is None else build_module(norm, config, channels, partial_gradients=partial) for norm in norms
         )
         self.core_attention = build_module(submodules.core_attention, config=config, layer_number=layer_number)
         options = {"config": config, "init_method": config.output_layer_init_method, "bias": has_bias}
@@ -140,8 +142,7 @@ class SelfAttention(MegatronModule):
             context = recompute(core, query, key, value, attention_mask)
         else:
             context = self.core_attention(query, key, value, attention_mask, **packing(documents))
-        output: torch.Tensor = self.linear_proj(context)[0]
-        return output
+        return cast(torch.Tensor, self.linear_proj(context)[0])
 
     def _query_key_value(
         self, hidden_states: torch.Tensor, rotation: Rotation | None
@@ -183,9 +184,3 @@ class SelfAttention(MegatronModule):
 def packing(documents: PackedDocuments | None) -> dict[str, PackedDocuments]:
     """Returns `documents` as a keyword argument if there are any: modules of a spec may not support them."""
     return {} if documents is None else {"documents": documents}
-
-
-def _norm_of_heads(config: TransformerConfig, norm: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
-    if norm is None or norm is IdentityOp:
-        return build_norm if config.qk_layernorm else None
-    return norm

@@ -286,8 +286,7 @@ def _choose(
     kernels = [kernel for kernel in _CAN_USE if backend == "auto" or kernel is KERNELS[backend]]
     probe = _probe(device, dtype, heads, channels, drops, has_mask)
     reasons = {_NAMES[kernel]: _why_not(kernel, probe) for kernel in kernels}
-    usable = [name for name, reason in reasons.items() if not reason]
-    if usable:
+    if usable := [name for name, reason in reasons.items() if not reason]:
         _log.info("attention: %s kernel (%s)", " or ".join(usable), call)
     elif backend == "auto":
         warn_once(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,14 +52,8 @@ def define_attention(
     torch.library.impl(full_name, "CompositeExplicitAutograd", forward)
     torch.library.impl(f"{full_name}_backward", "CompositeExplicitAutograd", backward)
 
-    def shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return empty_like(query), empty_logsumexp(query)
-
-    def backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        return empty_like(query), empty_like(key), empty_like(value)
-
-    torch.library.register_fake(full_name, shapes)
-    torch.library.register_fake(f"{full_name}_backward", backward_shapes)
+    torch.library.register_fake(full_name, lambda query, *_: (empty_like(query), empty_logsumexp(query)))
+    torch.library.register_fake(f"{full_name}_backward", lambda grad, *of: tuple(map(empty_like, of[:3])))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         query, key, value, *layout_args = inputs
@@ -92,12 +86,9 @@ def attend_within_documents(
     Returns:
         `[s, b, n, d]`.
     """
-    output: Tensor
     if dropout > 0.0:  # torch's own kernel: with dropout the shapes of its saved tensors differ between devices
-        output = _unflatten(_attend(query, key, value, bounds, counts, dropout)[0], query)
-    else:
-        output = torch.ops.shardstack.attend_within_documents(query, key, value, bounds, counts)[0]
-    return output
+        return _unflatten(_attend(query, key, value, bounds, counts, dropout)[0], query)
+    return cast(Tensor, torch.ops.shardstack.attend_within_documents(query, key, value, bounds, counts)[0])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor, dropout: float) -> Any:
@@ -122,8 +113,7 @@ def _flatten(tensor: Tensor) -> Tensor:
 def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
     """Undoes `_flatten`: `[s, b, n, d]`, in memory `[b, s, n, d]`."""
     length, rows, _, channels = like.shape
-    output: Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
-    return output.transpose(0, 1)
+    return cast(Tensor, flat[..., :channels].unflatten(0, (rows, length)).contiguous().transpose(0, 1))
 
 
 # ---- the operation: its kernels, the shapes that the compiler sees, and its derivative

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+AttnBackend = Enum("AttnBackend", ["flash", "fused", "unfused", "local", "auto"])
+"""Kernels of attention, for `TransformerConfig.attention_backend`, which keeps the name."""
 
-class AttnBackend(Enum):
-    """Kernels of attention, for `TransformerConfig.attention_backend`, which keeps the name."""
-
-    flash = 1
-    fused = 2
-    unfused = 3
-    local = 4
-    auto = 5
-
-
-class AttnMaskType(Enum):
-    """Implicit mask of attention, applied before an explicit one. Attention here is causal."""
-
-    padding = 1
-    causal = 2
-    no_mask = 3
-    padding_causal = 4
-    arbitrary = 5
+AttnMaskType = Enum("AttnMaskType", ["padding", "causal", "no_mask", "padding_causal", "arbitrary"])
+"""Implicit mask of attention, applied before an explicit one. Attention here is causal."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +76,8 @@ class Adapter(nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Maps `[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
-        features: Tensor = self.linear_in(input_)[0]  # [s, b, rank]
-        update: Tensor = self.linear_out(features * self.scale)[0]
-        return update
+        features = self.linear_in(input_)[0]  # [s, b, rank]
+        return cast(Tensor, self.linear_out(features * self.scale)[0])
 
     def merge_into(self, layer: nn.Module) -> None:
         """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and removes itself from the layer."""
@@ -146,9 +145,8 @@ def add_lora(
         if target not in layer_names:
             has = ", ".join(sorted(layer_names)) or "none"
             raise ConfigError(f"LoRA target {target!r} names no linear layer of the model, which has {has}")
-    of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedLinear)]
-    matrices = [name for name in of_experts if name.rpartition(".")[2] in targets]
-    if matrices:
+    of_experts = (name for name, module in model.named_modules() if isinstance(module, GroupedLinear))
+    if matrices := [name for name in of_experts if name.rpartition(".")[2] in targets]:
         raise ConfigError(
             f"LoRA targets {' '.join(targets)} include {matrices[0]}, and the matrices of experts take no adapters; "
             "give linear_qkv and linear_proj alone"

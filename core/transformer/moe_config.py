@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range
 from ..base.megatron_names import ignore
@@ -121,8 +121,7 @@ class MoEConfig(ModelParallelConfig):
     @property
     def expert_ffn_size(self) -> int:
         """Width inside of an expert."""
-        size: int = self.moe_ffn_hidden_size or self.ffn_hidden_size  # type: ignore[attr-defined]
-        return size
+        return cast(int, self.moe_ffn_hidden_size or self.ffn_hidden_size)  # type: ignore[attr-defined]
 
     @property
     def auxiliary_losses(self) -> Mapping[str, float]:
@@ -159,7 +158,12 @@ class MoEConfig(ModelParallelConfig):
 
     def _expert_violations(self) -> Iterator[ConfigError]:
         if self.num_moe_experts is None:
-            yield from self._violations_without_experts()
+            for name, error in _OF_EXPERTS.items():
+                if (value := getattr(self, name)) not in (None, 1):
+                    yield error(f"{name} is {value} without num_moe_experts; say how many experts, or drop it")
+            options = [entry for entry in fields(MoEConfig) if entry.name.startswith("moe_")]
+            values = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
+            ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **values)
             return
         problems = [
             *out_of_range(self, "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", least=1),
@@ -178,14 +182,6 @@ class MoEConfig(ModelParallelConfig):
         ]
         yield from map(ConfigError, problems or [*self._routing_problems(), *self._balancing_problems()])
         yield from map(ConfigError, self._layer_problems())
-
-    def _violations_without_experts(self) -> Iterator[ConfigError]:
-        for name, error in _OF_EXPERTS.items():
-            if (value := getattr(self, name)) not in (None, 1):
-                yield error(f"{name} is {value} without num_moe_experts; say how many experts, or drop it")
-        options = [entry for entry in fields(MoEConfig) if entry.name.startswith("moe_")]
-        values = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
-        ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **values)
 
     def _routing_problems(self) -> Iterator[str]:
         experts, topk = self.num_moe_experts or 0, self.moe_router_topk
@@ -222,8 +218,7 @@ class MoEConfig(ModelParallelConfig):
     def _balancing_problems(self) -> Iterator[str]:
         kinds, coefficients = _several(self.moe_router_load_balancing_type), _several(self.moe_aux_loss_coeff)
         setting = f"moe_router_load_balancing_type {self.moe_router_load_balancing_type!r}"
-        unknown_kinds = [kind for kind in kinds if kind not in get_args(LoadBalancing)]
-        if unknown_kinds:
+        if unknown_kinds := [kind for kind in kinds if kind not in get_args(LoadBalancing)]:
             yield f"{setting}: {unknown_kinds[0]!r} is none of {', '.join(get_args(LoadBalancing))}"
         elif len(set(kinds)) != len(kinds) or (len(kinds) > 1 and "none" in kinds):
             yield f"{setting} contradicts itself; name each loss once, or 'none' alone"
@@ -271,8 +266,7 @@ def _layer_pattern(frequency: str | int | Sequence[int]) -> int | list[int]:
     if not isinstance(frequency, str):
         return list(frequency)
     try:
-        pattern: int | list[int] = _evaluate(ast.parse(frequency.strip(), mode="eval").body)
-        return pattern
+        return cast("int | list[int]", _evaluate(ast.parse(frequency.strip(), mode="eval").body))
     except (SyntaxError, TypeError, ValueError, RecursionError):
         raise ConfigError(
             f"moe_layer_freq is {frequency!r}; it takes a number, or lists of 0 and 1 as ([0]*3+[1]*58)"

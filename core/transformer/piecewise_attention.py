@@ -12,7 +12,7 @@ weights is no such operation, because the random state that it saves differs fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,13 +47,10 @@ def attend_in_pieces(
     Returns:
         `[s / cp, b, heads, d]`.
     """
-    output: Tensor
     if dropout > 0.0:
-        output = _DroppingAttention.apply(query, key, value, document_starts, dropout, group)
-    else:
-        name = "" if group is None else group.group_name
-        output = torch.ops.shardstack.attend_in_pieces(query, key, value, document_starts, name)[0]
-    return output
+        return cast(Tensor, _DroppingAttention.apply(query, key, value, document_starts, dropout, group))
+    name = "" if group is None else group.group_name
+    return cast(Tensor, torch.ops.shardstack.attend_in_pieces(query, key, value, document_starts, name)[0])
 
 
 class _DroppingAttention(torch.autograd.Function):
@@ -84,7 +81,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[_Random]]:
     """Returns the output, the log-sum-exp `[b, heads, s / cp]`, and the random states of each piece."""
     wait_for_keys = start_gathering_keys(key, value, group)
-    diagonals = [_attend_to_own(query, key, value, piece, dropout) for piece in pieces]
+    own_views = ([_queries(tensor, piece) for tensor in (query, key, value)] for piece in pieces)
+    diagonals = [attend(*views, causal=True, dropout=dropout) for views in own_views]
     whole_key, whole_value = wait_for_keys()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [s / cp, b, heads, d]
     logsumexp = diagonals[0].logsumexp.new_empty(query.shape[1], query.shape[2], query.shape[0])  # [b, heads, s / cp]
@@ -164,12 +162,6 @@ def _pieces(query: Tensor, document_starts: Tensor | None, group: Group) -> Sequ
     if document_starts is None:
         return causal_pieces(query.shape[0], rank, size)
     return document_pieces(document_starts, rank, size)
-
-
-def _attend_to_own(query: Tensor, key: Tensor, value: Tensor, piece: QueryPiece, dropout: float) -> PartialAttention:
-    """Computes the causal attention of a piece's queries to their own keys."""
-    views = (_queries(tensor, piece) for tensor in (query, key, value))
-    return attend(*views, causal=True, dropout=dropout)
 
 
 def _queries(tensor: Tensor, piece: QueryPiece) -> Tensor:

@@ -22,11 +22,11 @@ class PipelineStage:
     """A stage of a pipeline."""
 
     index: int
-    """Its place in the pipeline."""
+    """The stage's place in the pipeline."""
     count: int
     """Stages of the pipeline, over all ranks."""
     layers: range
-    """Its layers, counted from 0 in the whole model."""
+    """The stage's layers, counted from 0 in the whole model."""
 
     @property
     def is_first(self) -> bool:

@@ -260,14 +260,14 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _in_sequence(by_rank: torch.Tensor, group: Group) -> torch.Tensor:
-    """Reorders `[s, ...]` from the order of ranks and their chunks to that of the sequence."""
+    """Reorders `[s, ...]` from the order of ranks and their chunks to the sequence's order."""
     size = group_size(group)
     chunks = by_rank.chunk(2 * size)
     return torch.cat([chunks[place] for place in chunk_places(size)])
 
 
 def _by_rank(in_sequence: torch.Tensor, group: Group) -> torch.Tensor:
-    """Reorders `[s, ...]` from the order of the sequence to that of ranks and their chunks."""
+    """Reorders `[s, ...]` from the sequence's order to the order of ranks and their chunks."""
     size = group_size(group)
     chunks = in_sequence.chunk(2 * size)
     return torch.cat([chunks[chunk] for rank in range(size) for chunk in chunks_of_rank(rank, size)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,10 +45,9 @@ def import_module(module_path: tuple[str, str]) -> Builder:
     """
     path, name = module_path
     try:
-        builder: Builder = getattr(importlib.import_module(path), name)
+        return cast(Builder, getattr(importlib.import_module(path), name))
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"a ModuleSpec names {name} of {path}, which cannot be imported: {error}") from error
-    return builder
 
 
 def build_module(spec_or_module: ModuleSpec | Builder, *args: Any, **kwargs: Any) -> Any:

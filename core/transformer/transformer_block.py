@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,16 +69,21 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
         self.input_tensor: torch.Tensor | None = None  # `set_input_tensor` sets it; read only without `pre_process`
-        submodules = _block_submodules(config, spec)
+        if isinstance(spec, ModuleSpec) and isinstance(spec.submodules, TransformerBlockSubmodules):
+            spec = spec.submodules
+        if not isinstance(spec, TransformerBlockSubmodules):
+            spec = TransformerBlockSubmodules([spec or TransformerLayer] * config.num_layers)
+        specs = spec.layer_specs or [TransformerLayer] * config.num_layers
+        if len(specs) != config.num_layers:
+            raise ConfigError(f"layer_specs has {len(specs)} entries, num_layers is {config.num_layers}; give as many")
         self.stage = pipeline_stage(config, vp_stage)
-        specs = submodules.layer_specs or ()
         self.layers = StageLayers(
             (build_module(specs[number], config=config, layer_number=number + 1) for number in self.stage.layers),
             self.stage.layers.start,
         )
         self.final_layernorm = None
         if post_process and post_layer_norm:
-            norm, width, eps = submodules.layer_norm or build_norm, config.hidden_size, config.layernorm_epsilon
+            norm, width, eps = spec.layer_norm or build_norm, config.hidden_size, config.layernorm_epsilon
             self.final_layernorm = build_module(norm, config=config, hidden_size=width, eps=eps)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
@@ -119,28 +125,8 @@ class TransformerBlock(MegatronModule):
                 yield layer, layer + 1, True
             yield number, layers, False
 
-    def _run_layers(
-        self,
-        first: int,
-        last: int,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        rotary_pos_emb: Rotation | None,
-        documents: PackedDocuments | None,
-    ) -> torch.Tensor:
+    def _run_layers(self, first: int, last: int, hidden_states: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        attention_mask, rotary_pos_emb, documents = inputs
         for layer in self.layers[first:last]:
             hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(documents))
         return hidden_states
-
-
-def _block_submodules(
-    config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec | Builder | None
-) -> TransformerBlockSubmodules:
-    if isinstance(spec, ModuleSpec) and isinstance(spec.submodules, TransformerBlockSubmodules):
-        spec = spec.submodules
-    if not isinstance(spec, TransformerBlockSubmodules):
-        return TransformerBlockSubmodules([spec or TransformerLayer] * config.num_layers)
-    layers = spec.layer_specs or [TransformerLayer] * config.num_layers
-    if len(layers) != config.num_layers:
-        raise ConfigError(f"layer_specs has {len(layers)} entries, num_layers is {config.num_layers}; give as many")
-    return TransformerBlockSubmodules(layers, spec.layer_norm)

@@ -55,11 +55,6 @@ def _gelu_tanh(input_: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu}
 
 
-def name_of_activation(function: ActivationFunction) -> Activation | ActivationFunction:
-    """Returns the name of a known function, which configs and checkpoints can store, else the function."""
-    return next((name for name, activation in ACTIVATIONS.items() if activation is function), function)
-
-
 def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
     """Returns the function that a name stands for, or a function as it is."""
     return activation if callable(activation) else ACTIVATIONS[activation]
@@ -213,17 +208,15 @@ class TransformerConfig(MoEConfig):
             self.attention_backend = self.attention_backend.name
         self._resolve_experts()
         if callable(self.activation_func):
-            self.activation_func = name_of_activation(self.activation_func)
+            names = {function: name for name, function in ACTIVATIONS.items()}
+            self.activation_func = names.get(self.activation_func, self.activation_func)
         violations += self._violations()
         raise_together(violations, " | ")
-        if self.init_method is None or isinstance(self.init_method, _FromStd):
-            self.init_method = _FromStd(self.init_method_std)
-        if self.output_layer_init_method is None or isinstance(self.output_layer_init_method, _FromStd):
-            init_method = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
-            self.output_layer_init_method = _FromStd(init_method.sigma)
-        if self.embedding_init_method is None or isinstance(self.embedding_init_method, _FromStd):
-            std = self.embedding_init_method_std
-            self.embedding_init_method = self.init_method if std is None else _FromStd(std)
+        scaled = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers)).sigma
+        stds = {"init_method": self.init_method_std, "output_layer_init_method": scaled}
+        for name, std in (stds | {"embedding_init_method": self.embedding_init_method_std}).items():
+            if getattr(self, name) is None or isinstance(getattr(self, name), _FromStd):
+                setattr(self, name, self.init_method if std is None else _FromStd(std))
 
     def check_sizes_given(self, *names: str) -> None:
         """Checks sizes that a module needs.
@@ -261,8 +254,7 @@ class TransformerConfig(MoEConfig):
         if self.context_parallel_size > 1 and self.attention_backend in ("fused", "unfused", "local"):
             yield ConfigError(
                 f"attention_backend is {self.attention_backend!r} with context_parallel_size "
-                f"{self.context_parallel_size}, whose ranks combine what torch's flash kernel returns; write 'auto' "
-                "or 'flash'"
+                f"{self.context_parallel_size}, which needs torch's flash kernel; write 'auto' or 'flash'"
             )
         yield from self._recompute_violations()
         yield from self._expert_violations()
@@ -301,11 +293,8 @@ class TransformerConfig(MoEConfig):
 
     def _recompute_violations(self) -> Iterator[ConfigError]:
         granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
-        choices = {
-            "recompute_granularity": get_args(RecomputeGranularity),
-            "recompute_method": get_args(RecomputeMethod),
-        }
-        yield from map(ConfigError, out_of_choices(self, True, **choices))
+        kinds, methods = get_args(RecomputeGranularity), get_args(RecomputeMethod)
+        yield from map(ConfigError, out_of_choices(self, True, recompute_granularity=kinds, recompute_method=methods))
         if granularity == "full":
             if method is None:
                 yield ConfigError('recompute_granularity "full" needs recompute_method: "uniform" or "block"')
@@ -317,8 +306,7 @@ class TransformerConfig(MoEConfig):
         elif method is not None or number is not None:
             names = [n for n in ("recompute_method", "recompute_num_layers") if getattr(self, n) is not None]
             yield ConfigError(
-                f"{' and '.join(names)} given with recompute_granularity {granularity!r}, where nothing reads it; "
-                'drop it, or take "full"'
+                f"{' and '.join(names)} given with recompute_granularity {granularity!r}; drop it, or take 'full'"
             )
 
 

@@ -80,7 +80,13 @@ class TransformerLayer(MegatronModule):
             pre_mlp_layernorm=build_norm,
             mlp=MoELayer if config.has_experts(layer_number) else MLP,
         )
-        _check_submodules(submodules)
+        refuse(
+            "TransformerLayerSubmodules",
+            **{name: (getattr(submodules, name), None, _OWN_RESIDUAL) for name in ("self_attn_bda", "mlp_bda")},
+            cross_attn_bda=(submodules.cross_attn_bda, None, _NO_CROSS_ATTENTION),
+            cross_attention=(submodules.cross_attention, IdentityOp, _NO_CROSS_ATTENTION),
+            pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp, _NO_CROSS_ATTENTION),
+        )
         check_same_groups("TransformerLayer", pg_collection, ("tp", "cp", "pp"))
         config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
@@ -123,17 +129,6 @@ class TransformerLayer(MegatronModule):
         return hidden_dropout(
             branch, self.hidden_dropout, training=self.training, sequence_parallel=self.config.sequence_parallel
         )
-
-
-def _check_submodules(submodules: TransformerLayerSubmodules) -> None:
-    refuse(
-        "TransformerLayerSubmodules",
-        self_attn_bda=(submodules.self_attn_bda, None, _OWN_RESIDUAL),
-        mlp_bda=(submodules.mlp_bda, None, _OWN_RESIDUAL),
-        cross_attention=(submodules.cross_attention, IdentityOp, _NO_CROSS_ATTENTION),
-        pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp, _NO_CROSS_ATTENTION),
-        cross_attn_bda=(submodules.cross_attn_bda, None, _NO_CROSS_ATTENTION),
-    )
 
 
 def hidden_dropout(input_: torch.Tensor, p: float, *, training: bool, sequence_parallel: bool) -> torch.Tensor:

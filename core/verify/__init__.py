@@ -21,11 +21,8 @@ from torch import Tensor
 from .. import parallel_state
 from ..base.errors import ConfigError, ShardstackError, WrapError, check_range
 from ..base.text import choices
-from ..distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-)
+from ..distributed import DistributedDataParallelConfig
+from ..distributed.fully_sharded_data_parallel_config import config_of
 from ..optimizer import OptimizerConfig
 from .model_under_test import ModelUnderTest, Training, load_model_under_test
 
@@ -129,8 +126,7 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
     """
     all_names = names_of_wrappers(dist.get_world_size())
     names = all_names if wrappers is None else list(wrappers)
-    strays = [name for name in names if name not in all_names]
-    if strays:
+    if strays := [name for name in names if name not in all_names]:
         raise ConfigError(
             f"wrapper {strays[0]!r} is unknown on {dist.get_world_size()} ranks; {choices(strays[0], all_names)}"
         )
@@ -165,12 +161,10 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
 
 def _config(wrapper: str, num_elements: int) -> DistributedDataParallelConfig:
     """Returns the settings of an entry of `WRAPPERS`, whose ``buckets`` share the model's elements equally."""
-    kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
-    kind = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
     fields = dict(WRAPPERS[wrapper])
     if buckets := fields.pop("buckets", None):
         fields["bucket_size"] = max(1, num_elements // buckets)
-    return kind(**fields)
+    return config_of(**fields)
 
 
 def _rounding(parameters: Iterator[Tensor]) -> float:

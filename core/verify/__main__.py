@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from ..base import device
 from ..rendezvous import default_group
 from ..rendezvous.launchers import set_launcher_variables
 from ..training.launch.__main__ import run_ranks
-from ..training.launch.entry import environment_threads, run_command
+from ..training.launch.entry import add_flags, environment_threads, run_command
 from . import WRAPPERS, Options, load_model_under_test, verify
 
 NOT_EQUAL_STATUS = 1
@@ -69,15 +70,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Trains a model under every wrapper and says whether, and where, the numbers part.",
     )
     parser.add_argument("build", metavar="module:function", help="builds the model; see docs/verify.md")
-    defaults = Options()
-    parser.add_argument("--steps", type=int, default=defaults.steps, help="optimizer steps, 10 by default")
-    parser.add_argument("--micro-batches", type=int, default=defaults.micro_batches, help="of a step, 2 by default")
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default=defaults.optimizer, help="sgd by default")
-    parser.add_argument("--lr", type=float, default=defaults.lr, help="learning rate, 0.05 by default")
+    add_flags(parser, Path(__file__).with_name("flags.json"))
     parser.add_argument(
         "--wrappers", nargs="+", metavar="WRAPPER", help=f"only these, of: {'; '.join(WRAPPERS)}; all by default"
     )
-    parser.add_argument("--nproc-per-node", type=int, help="ranks to start: by default one a GPU, or two without")
     options = parser.parse_args(arguments)
     if options.nproc_per_node is not None and options.nproc_per_node < 1:
         parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -73,8 +73,7 @@ class ModelUnderTest:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             what = "only frozen parameters" if any(True for _ in model.parameters()) else "no parameters"
             raise ConfigError(f"{self.name} built a {type(model).__name__} with {what}; there is nothing to train")
-        meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-        if meta is not None:
+        if (meta := next((name for name, p in model.named_parameters() if p.is_meta), None)) is not None:
             raise ConfigError(f"{self.name} built a model whose {meta} is on the meta device; let it have values")
         return model.to(current_device()).train(), loss
 
@@ -89,7 +88,8 @@ class ModelUnderTest:
         for name in sorted(once.keys() ^ again.keys()):
             raise ConfigError(f"{self.name} is not the same from one build to the next: {name} is there only once")
         for name, value in once.items():
-            if isinstance(value, torch.Tensor) and not _equal(value, again[name]):
+            other = again[name]
+            if isinstance(value, torch.Tensor) and not (value.dtype == other.dtype and torch.equal(value, other)):
                 raise ConfigError(
                     f"{self.name} is not the same from one build to the next: {name} differs, although torch, numpy "
                     "and random were seeded; draw from their generators alone"
@@ -110,8 +110,7 @@ class ModelUnderTest:
         def loss(wrapper: nn.Module, index: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(index)
             tokens = torch.randint(0, vocabulary, (_SEQUENCES, _LENGTH), generator=generator).to(current_device())
-            loss_of_batch: torch.Tensor = wrapper(input_ids=tokens, labels=tokens).loss
-            return loss_of_batch
+            return cast(torch.Tensor, wrapper(input_ids=tokens, labels=tokens).loss)
 
         return loss
 
@@ -163,10 +162,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
     return "None" if value is None else f"of type {type(value).__name__}"
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def _seed_everything(seed: int) -> None:

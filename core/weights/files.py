@@ -125,8 +125,7 @@ def save_adapter(
     kinds = set().union(*ranks.all_gather(own_kinds))
     if len(kinds) != 1:
         raise ConfigError(
-            f"the adapters of the model have {len(kinds)} different ranks and scales, and a file describes one; call "
-            "add_lora once"
+            f"the adapters of the model have {len(kinds)} different ranks and scales; call add_lora once"
         )
     ((rank, scale),) = kinds
     stream = WeightStream(model, adapters="only", receivers=[0], process_group=process_group)

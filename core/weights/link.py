@@ -43,7 +43,12 @@ class Link:
     def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: Backend) -> None:
         self.limit = timedelta(seconds=limit_s)
         self.rank, self.num_receivers = rank, num_receivers
-        place = _place(meeting) if isinstance(meeting, str) else ("", 0)
+        place = ("", 0)
+        if isinstance(meeting, str):
+            host, _, port = meeting.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= MOST_PORT:
+                raise WeightsError(f"the address of a stream of weights is {meeting!r}; give host:port")
+            place = host.strip("[]"), int(port)
         try:
             if isinstance(meeting, str):
                 # Torch's stores on top of it do not keep a store that is written in Python alive.
@@ -134,8 +139,7 @@ class Link:
                 f"receivers of weights did not {what} within the limit: {rank_list(lost)}; look at their output, and "
                 "make a new WeightSender once they are back"
             )
-        reasons = [f"receiver {receiver}: {reason}" for receiver, reason in refused.items() if reason]
-        if reasons:
+        if reasons := [f"receiver {receiver}: {reason}" for receiver, reason in refused.items() if reason]:
             raise WeightsError(f"receivers of weights did not {what}: {join_parts(reasons, 8)}")
 
 
@@ -146,23 +150,11 @@ def _group(store: Store, rank: int, size: int, limit: timedelta, backend: Backen
     options = group.Options() if backend == "nccl" else group._Options()
     options._timeout = limit
     if backend == "gloo":
-        options._devices = [group.create_device(hostname=_own_address(host))]
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:  # the address that this machine reaches `host` from
+            way.connect(place)  # sends nothing
+            options._devices = [group.create_device(hostname=str(way.getsockname()[0]))]
     return group(store, rank, size, options)
-
-
-def _own_address(host: str) -> str:
-    """Returns this machine's address on the way to a host: of the sender's own machine the host's."""
-    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(place)  # sends nothing
-        return str(way.getsockname()[0])
-
-
-def _place(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= MOST_PORT:
-        raise WeightsError(f"the address of a stream of weights is {address!r}; give host:port")
-    return host.strip("[]"), int(port)
 
 
 def _signed_store(place: tuple[str, int], is_sender: bool, limit: timedelta) -> SignedStore:

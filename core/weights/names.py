@@ -71,14 +71,12 @@ def outgoing(
     adapted = dict(update for of_rank in pipeline_ranks().all_gather(adapted) for update in of_rank.items())
     # Of stacked experts PEFT adapts single parameters, by updates of another shape.
     adapted = {name: update for name, update in adapted.items() if name in views and views[name].dim() == 2}
-    packed = [name for name in adapted if is_packed(views[name])]
-    if packed:
+    if packed := [name for name in adapted if is_packed(views[name])]:
         raise ConfigError(
             f"{packed[0]} holds packed codes, which the update of an adapter cannot be added to; use adapters='only'"
         )
     known = {name for _, *factors in adapted.values() for name in factors}
-    unknown = [name for name in views if ".lora_" in name and name not in known]
-    if unknown:
+    if unknown := [name for name in views if ".lora_" in name and name not in known]:
         raise ConfigError(
             f"{unknown[0]} is not of one plain LoRA adapter that is active, and cannot be merged here; merge it by "
             "PEFT, or use adapters='only'"
@@ -92,7 +90,7 @@ def outgoing(
 
 
 def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> Iterator[Recipe]:
-    """Yields what each tensor is made of, in other systems' names. Arguments and errors are those of `outgoing`.
+    """Yields what each tensor is made of, in other systems' names. Arguments and errors as for `outgoing`.
 
     Leaves out LoRA adapters.
     """
@@ -115,7 +113,8 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
     for name, view in views.items():
         if is_adapter(name) or (has_lora and any(part in name for part in (".lora_", ".original_module."))):
             continue
-        source = _name_in_base(name) if has_lora and names == "hugging_face" else name
+        in_base = has_lora and names == "hugging_face"
+        source = _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer.", ".")) if in_base else name
         source, rows = source.replace(".mlp.", f".{block}."), view.shape[0] if view.dim() else 1
         if gated and ".linear_fc1." in name and view.dim() < 3:
             half = rows // 2
@@ -168,11 +167,6 @@ def _adapters_only(views: Mapping[str, Tensor], recipes: Sequence[Recipe], names
                 stem = _PEFT + tensor.name.removesuffix(".weight")
                 # Queries, keys and values share the factor next to the input; so do gate and up.
                 yield replace(tensor if is_out else as_it_is, name=f"{stem}.lora_{'B' if is_out else 'A'}.weight")
-
-
-def _name_in_base(name: str) -> str:
-    """Returns the name in the base model of a tensor of PEFT's model."""
-    return _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer.", "."))
 
 
 def _without_adapter_name(name: str) -> str:

@@ -34,7 +34,7 @@ class WeightPatch:
     """`[n]`: the new values, in the dtype of the tensor on the wire."""
 
     def check(self, target: Tensor) -> None:
-        """Raises WeightsError if places, of which there are some, are not those of a tensor."""
+        """Raises WeightsError unless all places are in a tensor, in ascending order."""
         places = self.indices
         if places[0] < 0 or places[-1] >= target.numel() or not (places[1:] > places[:-1]).all():
             raise WeightsError(f"the patch of {brief(self.name)} has places that do not ascend, or are not in it")
@@ -70,7 +70,7 @@ class PatchStream:
         # Changes since the base, by box: places in it and values. `changes` sets it, `acknowledge` applies and
         # clears it; a patch that is not acknowledged is dropped by the next `changes` or `restart`.
         self._pending: dict[_Key, tuple[Tensor, Tensor]] = {}
-        # What goes out of each of the model's tensors; fixed.
+        # What goes out of each of the model's tensors.
         self._sent_as: dict[str, list[Outgoing]] = {}
         for tensor in stream.outgoing:
             self._sent_as.setdefault(tensor.sources[0], []).append(tensor)
@@ -122,7 +122,9 @@ class PatchStream:
             bits = _INT_OF_BYTES[dtype.itemsize]
             changed = (current.view(bits) != base[key].view(bits)).nonzero().view(-1)
             self._pending[key] = changed, current[changed]
-            places = _places_in_whole(key[1], view.shape, changed)
+            (offsets, shape), strides = key[1], torch.empty(view.shape, device="meta").stride()
+            indices = zip(torch.unravel_index(changed, shape), offsets, strides, strict=True)
+            places = sum(((index + offset) * stride for index, offset, stride in indices), torch.zeros_like(changed))
             columns = places.view(torch.uint8).view(-1, 8), current[changed].view(torch.uint8).view(-1, dtype.itemsize)
             rows.append(torch.cat(columns, 1))
         return torch.cat(rows)
@@ -149,11 +151,3 @@ class PatchStream:
             if self._base is not None:
                 self._base[key][places] = values
         self._pending = {}
-
-
-def _places_in_whole(box: Box, shape: torch.Size, places: Tensor) -> Tensor:
-    """Returns places in the flattened whole tensor, given those in a flattened box."""
-    strides = torch.empty(shape, device="meta").stride()
-    indices = torch.unravel_index(places, box[1])
-    parts = ((index + offset) * stride for index, offset, stride in zip(indices, box[0], strides, strict=True))
-    return sum(parts, torch.zeros_like(places))

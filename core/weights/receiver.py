@@ -74,8 +74,7 @@ class WeightReceiver:
         if not 0 <= index < num_receivers:
             raise WeightsError(f"a receiver's index is {index} of {num_receivers}; give 0 to {num_receivers - 1}")
         self._into = into or {}  # fixed
-        scattered = [name for name, tensor in self._into.items() if not tensor.is_contiguous()]
-        if scattered:
+        if scattered := [name for name, tensor in self._into.items() if not tensor.is_contiguous()]:
             raise WeightsError(
                 f"{scattered[0]} of into is not contiguous; give memory that bytes can be received into"
             )

@@ -59,7 +59,7 @@ class WeightSender:
     ) -> None:
         self.stream, self.ranks = stream, stream.ranks
         self.sends = self.ranks.rank == stream.receivers[0]
-        # Knows what the receivers have, where patches are sent; fixed.
+        # Knows what the receivers have, where patches are sent.
         self._patches = PatchStream(stream) if patches else None
         # Rounds so far, failed ones included, and the hash that names the version of all receivers: "" before the
         # first round, and after one that failed, since only some of them may have taken it.

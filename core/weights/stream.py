@@ -23,7 +23,7 @@ from ..base.errors import ConfigError, ShardstackError, WeightsError, check_choi
 from ..base.module_protocol import unwrap_model
 from ..base.text import join_parts
 from ..dist_checkpointing.agreement import Ranks, held_parts
-from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream, move, owners_of, plan_transfers
+from ..dist_checkpointing.gathering import BUCKET_BYTES, TensorStream, move, owners_of, plan_transfers
 from ..dist_checkpointing.model_state import model_state_dict, stages_state_dict
 from ..distributed import _BaseDataParallel
 from ..distributed.step import Phase
@@ -84,10 +84,16 @@ class WeightStream(TensorStream):
         models = [unwrap_model(stage) for stage in self.wrappers]
         views = stages_state_dict(models)
         self._own_names = self._own_views().keys()  # fixed: of this rank's stages
-        sent = _selected(outgoing(models, views, names, adapters), only)
+        sent = outgoing(models, views, names, adapters)
+        if only is not None:
+            wanted = set(only)
+            unknown_names = sorted(wanted - {tensor.name for tensor in sent})
+            if unknown_names or not wanted:
+                shown = join_parts(unknown_names, _NUM_LISTED, ", ") or "nothing"
+                raise ConfigError(f"only names {shown}, which the model does not send; names are as {sent[0].name}")
+            sent = [tensor for tensor in sent if tensor.name in wanted]
         super().__init__(views, sent, process_group, dtype=dtype, receivers=receivers, bucket_bytes=bucket_bytes)
-        unknown = [rank for rank in self.receivers if not 0 <= rank < self.ranks.size]
-        if unknown:
+        if unknown := [rank for rank in self.receivers if not 0 <= rank < self.ranks.size]:
             raise ConfigError(f"receivers has rank {unknown[0]}, and the group has {self.ranks.size} ranks")
 
     def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -101,7 +107,7 @@ class WeightStream(TensorStream):
         yield from super().buckets()
 
     def check_between_steps(self) -> None:
-        """Raises unless weights may be read, and waits until they are those of the last optimizer step.
+        """Raises unless weights may be read, and waits for the last optimizer step's weights.
 
         Raises:
             ShardstackError: a step has begun.
@@ -136,17 +142,6 @@ class WeightStream(TensorStream):
         self.views, self.held = views, held
 
 
-def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing]:
-    if only is None:
-        return sent
-    wanted = set(only)
-    unknown = sorted(wanted - {tensor.name for tensor in sent})
-    if unknown or not wanted:
-        shown = join_parts(unknown, _NUM_LISTED, ", ") or "nothing"
-        raise ConfigError(f"only names {shown}, which the model does not send; names are as {sent[0].name}")
-    return [tensor for tensor in sent if tensor.name in wanted]
-
-
 def send_shards(stream: WeightStream, group: ProcessGroup) -> None:
     """Sends a stream's weights into the shards of the receivers in `group`, which call `receive_shards`.
 
@@ -160,8 +155,7 @@ def send_shards(stream: WeightStream, group: ProcessGroup) -> None:
         WeightsError: on all ranks, before the first byte: a receiver wants something else.
         ShardstackError: a step has begun.
     """
-    made = [tensor.name for tensor in stream.outgoing if not isinstance(tensor.make, itemgetter)]
-    if made:
+    if made := [tensor.name for tensor in stream.outgoing if not isinstance(tensor.make, itemgetter)]:
         raise ConfigError(
             f"shards of {made[0]} were asked for, which is made out of other tensors; use WeightStream(names='module')"
         )

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.compositions.data import STEPS
-from tests.compositions.failures import fail_in_backward, failing, overflowing
+from tests.compositions.failures import fail_in_backward, overflowing
 from tests.compositions.mistakes import make_mistake
 from tests.compositions.model import layers_of
 from tests.compositions.traffic import gathering_slowly, reductions_as_planned
 from tests.compositions.training import Training
 from tests.compositions.wrapped import Wrapped
+from tests.unit.distributed.outside_the_loop.scenario import failing
 
 NORM = re.compile(r"final_layernorm\.(inner\.)?weight$")
 """The parameter whose gradient is set to None."""

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tests.compositions.training import Training
-
-
-class Failure(Exception):
-    """An error that is raised in a forward or backward, and caught by the loop."""
-
-
-@contextmanager
-def failing(register: Callable[..., torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
-    """Makes the module whose `register_..._hook` is given raise, and catches the error."""
-    handle = register(_fail)
-    try:
-        yield
-    except Failure:
-        return
-    finally:
-        handle.remove()
-    raise AssertionError("what was to fail did not")
-
-
-def _fail(*unused: object) -> None:
-    raise Failure
+from tests.unit.distributed.outside_the_loop.scenario import failing
 
 
 def fail_in_backward(training: Training, step: int, index: int) -> None:

@@ -15,6 +15,7 @@ from core.transformer.lora import add_lora
 from core.transformer.pipeline_stages import pipeline_stage
 from tests.compositions.composition import Composition, Layout
 from tests.compositions.data import SEQUENCE
+from tests.unit._gpt import gpt_of
 from tests.unit.distributed._toys import Codes
 
 FIRST_LAYER = "decoder.layers.0."
@@ -171,16 +172,7 @@ def build(
     config = _config(composition, layout)
     stage = pipeline_stage(config, vp_stage)
     with torch.device("meta" if composition.start == "meta" and not is_serial else "cpu"):
-        model = GPTModel(
-            config,
-            vocab_size=64,
-            max_sequence_length=SEQUENCE,
-            share_embeddings_and_output_weights=composition.embeddings == "tied",
-            position_embedding_type="rope",
-            pre_process=stage.is_first,
-            post_process=stage.is_last,
-            vp_stage=vp_stage,
-        )
+        model = gpt_of(config, composition.embeddings == "tied", 64, SEQUENCE, vp_stage=vp_stage)
         if composition.trained == "adapters":
             add_lora(model, 2, targets=None if composition.experts == "none" else ("linear_qkv", "linear_proj"))
     if composition.base == "packed":

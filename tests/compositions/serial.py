@@ -20,7 +20,7 @@ from tests.compositions.model import build, layers_of
 from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.replica_counts import ReplicaCounts
 from tests.compositions.training import Training
-from tests.unit._runs import in_precision
+from tests.unit._gpt import in_precision
 from tests.unit.distributed._unused import give_unused_zero_gradients
 
 

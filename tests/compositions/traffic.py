@@ -43,12 +43,12 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
     Raises:
         AssertionError: they are not those of the plan.
     """
-    with recorded_collectives() as recorded:
+    with recorded_collectives("the gradients of") as recorded:
         yield
     counted = Counter(
         (kind, size, ranks)
-        for kind, what, size, ranks in recorded
-        if what.startswith("the gradients of") and kind != "all-gather"  # as whole ones are, after their reduction
+        for kind, _, size, ranks in recorded
+        if kind != "all-gather"  # as whole ones are, after their reduction
     )
     planned = _planned(training)
     if planned is not None:

@@ -29,7 +29,8 @@ from tests.compositions.model import build, expert_parallel_size
 from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, scheduler_of, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Training
-from tests.unit._runs import Curve, in_precision
+from tests.unit._gpt import in_precision
+from tests.unit._runs import Curve
 from tests.unit._whole import assembled
 
 

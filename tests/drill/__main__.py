@@ -18,11 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from corpus import prepare
-
 from tests.drill.faults import SINGLE, Drill, kills, planted
 from tests.drill.report import Report
 from tests.unit._program import REPOSITORY, program_environment
+from tests.unit.datasets._corpus import corpus_in
 
 LAUNCHED_SHARE, FORKED_SHARE, LOST_SHARE = 0.2, 0.3, 0.25
 """Shares of the time: for kills under the launcher, for kills of forked ranks, which are faster, and for lost ranks
@@ -64,14 +63,6 @@ def _drill(folder: Path, report: Report, started: float, seconds: float, options
     _lost_ranks(LOST_SHARE * seconds, options.seed, report)
     left = max(30.0, seconds - (time.monotonic() - started))
     _forked_kills(corpus, folder / "forked", left, options.seed, report)
-
-
-def corpus_in(folder: Path) -> Path:
-    """Writes a small corpus, and returns its prefix."""
-    text = folder / "text.txt"
-    text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(400)))
-    prepare([text], folder / "numbers", tokenizer="byte", split_on="line")
-    return folder / "numbers"
 
 
 def _forked_kills(corpus: Path, folder: Path, seconds: float, seed: int, report: Report) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from core.training.launch import supervisor
-from core.training.launch.lines import Lines
+from core.training.launch.lines import Connection
 from core.training.launch.link import launcher_socket
 
 HANG, LEAVE, BABBLE = signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN + 1
@@ -49,10 +49,10 @@ def garbage(draw: random.Random) -> bytes:
 def prepare() -> None:
     """Runs in a launcher before its `main`."""
     supervisor._START_LIMIT_S = START_LIMIT_S  # type: ignore[attr-defined]
-    launcher, expect = os.getpid(), Lines.expect
+    launcher, expect = os.getpid(), Connection.expect
     first: list[socket.socket] = []
 
-    def noted(lines: Lines, *arguments: Any, is_known: bool = False) -> None:
+    def noted(lines: Connection, *arguments: Any, is_known: bool = False) -> None:
         if is_known:
             first[:] = [lines.connection]
         expect(lines, *arguments, is_known=is_known)
@@ -65,7 +65,7 @@ def prepare() -> None:
         elif os.getpid() != launcher:
             os._exit(0)  # before its first message
 
-    Lines.expect = noted  # type: ignore[method-assign]
+    Connection.expect = noted  # type: ignore[method-assign]
     signal.signal(BABBLE, babble)
     signal.signal(HANG, lambda *_: None if os.getpid() == launcher else time.sleep(10_000))
     signal.signal(LEAVE, lambda *_: None if os.getpid() == launcher else os._exit(0))

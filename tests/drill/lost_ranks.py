@@ -194,7 +194,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
     adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="drill-lost-"))
-    from tests.drill.__main__ import corpus_in
+    from tests.unit.datasets._corpus import corpus_in
 
     drill = Drill(folder, corpus_in(folder), options.seed, options.kinds)
     try:

@@ -18,14 +18,13 @@ from core import parallel_state
 from core.dist_checkpointing import FlatRange, local_tensor
 from core.dist_checkpointing.global_view import held_boxes
 from core.distributed import wrap_model
-from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint, save_checkpoint, state_tensors
 from core.training.config import PretrainConfig
 from core.training.config.build import build_config
 from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
-from core.transformer.pipeline_stages import pipeline_stage
+from tests.unit._gpt import gpt_of
 from tests.unit._whole import assembled
 
 BEFORE, AFTER = 2, 2
@@ -203,7 +202,8 @@ class _Run:
         )
         torch.manual_seed(7)
         turns = [None] if site.vpp is None else range(site.vpp)
-        chunks = [wrap_model(_build(config, tied, turn), config.model, config.ddp) for turn in turns]
+        models = [gpt_of(config.model, tied, VOCABULARY, SEQUENCE, vp_stage=turn) for turn in turns]
+        chunks = [wrap_model(model, config.model, config.ddp) for model in models]
         optimizer = get_megatron_optimizer(config.optimizer, chunks)
         scheduler = build_scheduler(config, optimizer)
         self.state = TrainingState(
@@ -259,20 +259,6 @@ class _Run:
         *counts, somewhere = on_all.tolist()
         differing |= {name for name, count in zip(expected, counts, strict=True) if count < expected[name].numel()}
         return sorted(differing) or (["on another rank"] if anywhere and somewhere else [])
-
-
-def _build(config: PretrainConfig, tied: bool, vp_stage: int | None) -> GPTModel:
-    stage = pipeline_stage(config.model, vp_stage)
-    return GPTModel(
-        config.model,
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-        pre_process=stage.is_first,
-        post_process=stage.is_last,
-        vp_stage=vp_stage,
-    )
 
 
 def _config(site: Site, tied: bool) -> PretrainConfig:

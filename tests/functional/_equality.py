@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.unit._runs import HYBRIDS, WRAPPERS, Curve, Training, run_serial, run_wrapped
+from tests.unit._gpt import HYBRIDS, WRAPPERS, Training
+from tests.unit._runs import Curve, run_serial, run_wrapped
 from tests.unit._spawn import run_distributed
 
 ADAMW = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0}

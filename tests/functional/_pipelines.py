@@ -28,8 +28,9 @@ from core.transformer.lora import add_lora, freeze_parameters
 from core.weights import WeightStream
 from tests.functional._equality import SGD
 from tests.unit import _runs
+from tests.unit._gpt import Training, batches_of
 from tests.unit._lane import lanes_that
-from tests.unit._runs import Training, batches_of, run_micro_batches, run_stages, wrapped
+from tests.unit._runs import run_micro_batches, run_stages, wrapped
 from tests.unit._whole import assembled
 
 MUON = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.01, "clip_grad": 1.0}

@@ -20,7 +20,8 @@ from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_opti
 from core.tensor_parallel.random import MicroBatchSeeds
 from core.training.train_step import Batch, evaluate, train_step
 from tests.functional._equality import ADAMW
-from tests.unit._runs import SEQUENCE, VOCABULARY, Training, _scheduler, build_gpt, config_of, in_precision
+from tests.unit._gpt import SEQUENCE, VOCABULARY, Training, build_gpt, config_of, in_precision
+from tests.unit._runs import _scheduler
 from tests.unit._spawn import run_distributed
 
 _ZERO1, _ZERO2 = ({"data_parallel_sharding_strategy": strategy} for strategy in ("optim", "optim_grads"))

@@ -13,7 +13,8 @@ import math
 import pytest
 
 from tests.functional._equality import BRIEF_FP16_STEPS, FOUR_RANKS, SERIAL, TWO_RANKS, Case, curves_of
-from tests.unit._runs import Curve, Training
+from tests.unit._gpt import Training
+from tests.unit._runs import Curve
 
 
 def _params(cases: list[Case]) -> list:

@@ -19,10 +19,11 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from examples.gpt.run_model import load_run_model
 from tests.functional._equality import assert_bitwise, assert_close, curves_of, serial
 from tests.functional.test_experts import BALANCING, RECOMPUTED, SAME_SUMS, SGD, experts
+from tests.unit._gpt import Training, ddp_config, in_precision, micro_batches
 from tests.unit._program import TINY, run_program
 from tests.unit._quick import quick
-from tests.unit._runs import Curve, Training, ddp_config, in_precision, micro_batches
-from tests.unit._spawn import run_distributed
+from tests.unit._runs import Curve
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole
 
 _FIELDS = {
@@ -197,8 +198,9 @@ def test_a_parameter_of_some_ranks_keeps_none_waiting():
     _assert_all_equal("used on one rank", 2, [DistributedDataParallelConfig(**settings, **fields) for fields in kinds])
 
 
-def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
-    """An expert's gradient on one rank alone is not finite: every rank skips."""
+@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
+@on_ranks(2)
+def test_an_infinite_gradient_of_an_expert_skips_the_step(wrapper):
     parallel_state.initialize_model_parallel(**OVER_TWO)
     module = _training("aux", False, **OVER_TWO, fp16=True).build()[0]
     model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
@@ -216,12 +218,7 @@ def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
             local_part(model.local_gradient(experts)).view(-1)[:1] = torch.inf
         updated, _, _ = optimizer.step()
         results.append((updated, torch.equal(before, whole(whole_view(next(module.parameters()))))))
-    return results
-
-
-@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
-def test_an_infinite_gradient_of_an_expert_skips_the_step(wrapper):
-    assert run_distributed(_skips_together, 2, wrapper) == [[(True, False), (False, True)]] * 2
+    assert results == [(True, False), (False, True)]
 
 
 def test_a_run_takes_experts_over_ranks_as_flags(corpus, tmp_path):

@@ -16,9 +16,9 @@ from core.transformer.moe.experts import GroupedLinear
 from core.transformer.sequences import own_chunks
 from tests.functional._equality import SGD as FAST_SGD
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close, curves_of, replicated, serial
+from tests.unit._gpt import Training, ddp_config, in_precision, micro_batches
 from tests.unit._program import TINY, log, run_program
-from tests.unit._runs import Training, ddp_config, in_precision, micro_batches
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 SGD = FAST_SGD | {"lr": 0.05}
 _EXPERTS = {
@@ -84,8 +84,11 @@ def test_every_wrapper_equals_replicas(wrapper, fields):
         assert_bitwise(curve, replicated(experts("bias", False), 2))
 
 
-def _addresses(wrapper: str, bf16: bool) -> dict[str, list[int]]:
-    """Returns the addresses of experts' matrices in a forward and its backward, and of what the kernel multiplies."""
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1, overlapped", "zero2", "zero3", "fsdp2"])
+@on_ranks(2)
+def test_matrices_of_experts_begin_at_16_bytes(wrapper, bf16):
+    """CUDA's grouped product refuses others. The CPU's takes them."""
     # Biases of an odd number of bytes, which follow each other in a buffer without a gap, move all that is after them.
     module = experts("aux", False, add_qkv_bias=True, bf16=bf16).build()[0]
     config = ddp_config(wrapper, grad_reduce_in_fp32=bf16)
@@ -104,16 +107,8 @@ def _addresses(wrapper: str, bf16: bool) -> dict[str, list[int]]:
     with mock.patch.object(F, "grouped_mm", noted):
         model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
-    return found
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("wrapper", ["ddp", "zero1, overlapped", "zero2", "zero3", "fsdp2"])
-def test_matrices_of_experts_begin_at_16_bytes(wrapper, bf16):
-    """CUDA's grouped product refuses others. The CPU's takes them."""
-    for found in run_distributed(_addresses, 2, wrapper, bf16):
-        assert [len(addresses) for addresses in found.values()] == [4, 4, 8]
-        assert [address % 16 for addresses in found.values() for address in addresses] == [0] * 16
+    assert [len(addresses) for addresses in found.values()] == [4, 4, 8]
+    assert [address % 16 for addresses in found.values() for address in addresses] == [0] * 16
 
 
 # Two ranks of one model: one step of one micro-batch, whose masked tokens are all in one half of the sequences.

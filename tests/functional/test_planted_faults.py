@@ -28,7 +28,8 @@ from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
 from tests.functional._equality import Case
-from tests.unit._runs import Curve, Training, run_wrapped
+from tests.unit._gpt import Training
+from tests.unit._runs import Curve, run_wrapped
 from tests.unit._spawn import run_distributed
 
 Reached = Callable[[], None]

@@ -81,7 +81,7 @@ def test_every_public_name_has_a_docstring(package: str) -> None:
 
 def test_every_package_with_public_names_has_a_page() -> None:
     """But for those that only the library itself imports."""
-    internal = {"core.distributed.plan", "core.distributed.report"}
+    internal = {"core.distributed.guards", "core.distributed.plan", "core.distributed.report"}
     internal |= {"core.models.common.embeddings"}
     internal |= {"core.training.config"}
     packages = {

@@ -16,7 +16,7 @@ from core.base.errors import ConfigError, WeightsError
 from core.training.launch import messages as said
 from core.training.launch.follower import Follower
 from core.training.launch.joining import Job, LostRankPolicy
-from core.training.launch.lines import Lines
+from core.training.launch.lines import Connection
 from core.training.launch.nodes import OtherNode
 from core.training.launch.processes import SignalCount
 from core.training.launch.supervisor import Supervisor
@@ -159,7 +159,7 @@ def _read_launchers(folder: Path) -> None:
         raise ConfigError("; ".join(filter(None, ended)))
 
 
-class _Connection(Lines):
+class _Connection(Connection):
     """An end of a connection on which a file has come."""
 
     def __init__(self, path: Path, expected: Any) -> None:

@@ -27,6 +27,7 @@ from core.training.run_log import read_log
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import save_weights
 from examples.gpt.run_model import load_run_model
+from tests.unit._gpt import gpt_of
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,7 @@ def _gpt() -> GPTModel:
         normalization="RMSNorm",
         add_bias_linear=False,
     )
-    return GPTModel(
-        config,
-        vocab_size=16,
-        max_sequence_length=8,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
+    return gpt_of(config, True, 16, 8)
 
 
 def _make_hugging_face(folder: Path) -> None:

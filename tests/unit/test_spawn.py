@@ -48,6 +48,12 @@ def test_a_test_on_ranks_runs_there_with_its_arguments(offset: int, tmp_path: Pa
     assert tmp_path.is_dir()
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks("size")
+def test_an_argument_says_on_how_many_ranks_a_test_runs(size: int) -> None:
+    assert dist.get_world_size() == size
+
+
 def test_ranks_talk_and_answer_in_rank_order():
     assert run_distributed(_sums_ranks, 2, 10) == [21.0, 21.0]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -85,8 +85,7 @@ class ShardstackAccelerator(Accelerator):
         """
         ours: torch.optim.Optimizer = self._with_own_gradients(optimizer, {})
         if not isinstance(ours, PreparedOptimizer):
-            ours = super().prepare_optimizer(ours, device_placement)
-            return ours
+            return cast(torch.optim.Optimizer, super().prepare_optimizer(ours, device_placement))
         if not any(other is ours for other in self._optimizers):
             self._optimizers.append(ours)
         return ours
@@ -102,16 +101,14 @@ class ShardstackAccelerator(Accelerator):
         if trained is None:
             raise OptimizerError(
                 f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
-                "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from the prepared "
-                "model's parameters"
+                "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from that model"
             )
         return prepare_optimizer(arg, trained, replacements)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the model as it was before `prepare`. Its parameters stay where the wrapper has them."""
         inside = model.module if isinstance(model, _BaseDataParallel) else model
-        result: nn.Module = super().unwrap_model(inside, *args, **kwargs)
-        return result
+        return cast(nn.Module, super().unwrap_model(inside, *args, **kwargs))
 
     # ---- a step
 
@@ -128,16 +125,14 @@ class ShardstackAccelerator(Accelerator):
             ConfigError: another norm, or a part of the model's parameters.
         """
         params = _as_list(parameters)
-        trained = self._with_global_gradient(params)
-        if trained is None:
+        if (trained := self._with_global_gradient(params)) is None:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         return trained.norm.clip(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
         params = _as_list(parameters)
-        trained = self._with_global_gradient(params)
-        if trained is None:
+        if (trained := self._with_global_gradient(params)) is None:
             super().clip_grad_value_(params, clip_value)
         else:
             trained.norm.clamp(clip_value)
@@ -147,8 +142,7 @@ class ShardstackAccelerator(Accelerator):
         owners = {owner_of(parameter) for parameter in parameters}
         if len(owners) > 1:
             raise ConfigError("gradients of several models were given to one call that clips; call it for each")
-        trained = Trained.of(next(iter(owners), None))
-        if trained is not None:
+        if (trained := Trained.of(next(iter(owners), None))) is not None:
             trained.check_complete(parameters)
         elif len(models := self._prepared()) == 1:
             # Copies that FSDP2 has gathered know no wrapper.
@@ -190,8 +184,7 @@ class ShardstackAccelerator(Accelerator):
 
         def take_own(models: list[nn.Module], folder: str) -> None:
             folders.extend(checkpoint_folder(folder, index) for index in range(len(own_models)))
-            missing = [path.name for path in folders if not path.is_dir()]
-            if missing:
+            if missing := [path.name for path in folders if not path.is_dir()]:
                 raise CheckpointError(
                     f"{folder} has no folder {missing[0]}: it was not saved by an accelerator of use_shardstack; load "
                     "its weights into the model before prepare"

@@ -17,12 +17,13 @@ from torch import nn
 from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
+from ...distributed.fully_sharded_data_parallel_config import config_class, config_of
 from ...distributed.guards import reject_wrapped
 from ...optimizer import MegatronOptimizer
 from ...rendezvous import default_group
 from ..bridge.sharding import data_parallel_mesh, units_by_class
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
-from ..bridge.translation import config_class, config_of, reject_reproducible, wrap_for_trainer
+from ..bridge.translation import reject_reproducible, wrap_for_trainer
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
 

@@ -61,8 +61,7 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     tensor = next((device_mesh[name] for name in TENSOR_AXES if name in axis_names), None)
     has_replicas = REPLICATE_AXIS in axis_names and device_mesh[REPLICATE_AXIS].size() > 1
     allowed = SHARD_AXES_OF_HYBRID if has_replicas else SHARD_AXES
-    shard = next((name for name in allowed if _axis(device_mesh, name) is not None), None)
-    if shard is None:
+    if (shard := next((name for name in allowed if _axis(device_mesh, name) is not None), None)) is None:
         strays = [name for name in axis_names if name not in (*TENSOR_AXES, *CONTEXT_AXES, REPLICATE_AXIS)]
         raise ParallelConfigError(
             f"the mesh has the axes {', '.join(axis_names) or '(without names)'}, none of which is a data-parallel "
@@ -70,7 +69,11 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
             + (f", next to {REPLICATE_AXIS}" if has_replicas else "")
             + "; tensor parallelism is the axis tensor_parallel or tp"
         )
-    shard = _with_context(device_mesh, shard, axis_names)
+    context = next((name for name in CONTEXT_AXES if name in axis_names and device_mesh[name].size() > 1), None)
+    if context is not None and shard not in _WITH_CONTEXT:
+        joined = tuple(name for name in axis_names if name in (shard, context))
+        shard = "dp_shard_cp" if shard == "dp_shard" else "dp_cp"
+        device_mesh[joined]._flatten(shard)
     data = _sliced(device_mesh, (REPLICATE_AXIS, shard) if has_replicas else shard)
     return MeshAxes(data, tensor if tensor is not None and tensor.size() > 1 else None)
 
@@ -79,16 +82,6 @@ def axis_sizes(device_mesh: DeviceMesh) -> str:
     """Returns the mesh's axes as a message shows them."""
     names: Iterable[str] = device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim))
     return ", ".join(f"{name}={size}" for name, size in zip(names, device_mesh.shape, strict=True))
-
-
-def _with_context(device_mesh: DeviceMesh, shard: str, axis_names: tuple[str, ...]) -> str:
-    """Returns the axis `shard`, or what it becomes with context parallelism."""
-    context = next((name for name in CONTEXT_AXES if name in axis_names and device_mesh[name].size() > 1), None)
-    if context is None or shard in _WITH_CONTEXT:
-        return shard
-    axis = "dp_shard_cp" if shard == "dp_shard" else "dp_cp"
-    device_mesh[tuple(name for name in axis_names if name in (shard, context))]._flatten(axis)
-    return axis
 
 
 def _axis(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
@@ -123,7 +116,13 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
     else:
         data = world_mesh(1)
     if hybrid and data.ndim == 1:
-        return _of_two_axes(data, _local_world_size(data.size()))
+        world, local_size = data.size(), os.environ.get("LOCAL_WORLD_SIZE", str(data.size()))
+        if not local_size.isdecimal() or not 0 < int(local_size) <= world or world % int(local_size):
+            raise ParallelConfigError(
+                f"LOCAL_WORLD_SIZE is {local_size!r}, which does not divide the {world} data-parallel ranks; set "
+                "it to a machine's ranks, give a device_mesh, or choose a strategy that is not hybrid"
+            )
+        return _of_two_axes(data, int(local_size))
     return data._flatten() if data.ndim == 2 and not hybrid else data
 
 
@@ -141,8 +140,7 @@ def world_mesh(num_replicas: int) -> DeviceMesh:
     ranks = dist.get_world_size()
     if ranks % num_replicas:
         raise ParallelConfigError(
-            f"num_distributed_optimizer_instances is {num_replicas}, which does not divide {ranks} ranks; choose a "
-            "divisor"
+            f"num_distributed_optimizer_instances {num_replicas} does not divide {ranks} ranks; take a divisor"
         )
     mesh = init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
     return mesh if num_replicas == 1 else _of_two_axes(mesh, ranks // num_replicas)
@@ -154,49 +152,33 @@ def _of_two_axes(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
             f"the mesh has {mesh.size()} data-parallel ranks of {dist.get_world_size()} in one axis; give it two, "
             "dp_replicate and dp_shard, for a hybrid or for replicas in mixed precision"
         )
-    ranks = mesh.mesh.reshape(-1, shard_size)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=_HYBRID)
-
-
-def _local_world_size(world: int) -> int:
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    if not local_size.isdecimal() or not 0 < int(local_size) <= world or world % int(local_size):
-        raise ParallelConfigError(
-            f"LOCAL_WORLD_SIZE is {local_size!r}, which does not divide the {world} data-parallel ranks, so that they "
-            "cannot be sharded within machines; set it to the ranks of a machine, give a device_mesh, or choose a "
-            "strategy that is not hybrid"
-        )
-    return int(local_size)
-
-
-_KEPT_WHOLE = (nn.MultiheadAttention,)
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, shard_size), mesh_dim_names=_HYBRID)
 
 
 def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Returns the modules that hold that many parameters at least, those of units inside them not counted.
+    """Returns the modules with at least `min_num_params` parameters outside of the units inside them.
 
     As torch's `size_based_auto_wrap_policy`: looked for from the inside out; `nn.ModuleList` and `nn.ModuleDict` are
     none, and an `nn.MultiheadAttention` is not cut.
     """
     units: list[nn.Module] = []
-    _choose(model, min_num_params, units)
+
+    def choose(module: nn.Module) -> int:  # number of parameters of the units in a module, which may be one itself
+        total = sum(parameter.numel() for parameter in module.parameters())
+        if total < min_num_params or isinstance(module, nn.MultiheadAttention):
+            return 0
+        inside = sum(map(choose, module.children()))
+        if total - inside < min_num_params or isinstance(module, CONTAINERS):
+            return inside
+        units.append(module)
+        return total
+
+    choose(model)
     return [module for module in units if module is not model]
 
 
-def _choose(module: nn.Module, least: int, units: list[nn.Module]) -> int:
-    """Adds the units in a module, which may be one itself, to `units`. Returns the number of their parameters."""
-    total = sum(parameter.numel() for parameter in module.parameters())
-    if total < least or isinstance(module, _KEPT_WHOLE):
-        return 0
-    inside = sum(_choose(child, least, units) for child in module.children())
-    if total - inside < least or isinstance(module, CONTAINERS):
-        return inside
-    units.append(module)
-    return total
-
-
 def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[type[nn.Module]]:
-    """Returns the classes that `names` lists, separated by commas. None: those of the layers that the model repeats.
+    """Returns the classes that `names` lists, separated by commas, or the classes of the repeated layers.
 
     A dotted name is imported; a plain one is looked for among the model's modules.
 
@@ -205,21 +187,19 @@ def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[t
     """
     if names is None:
         return _guessed(model, asked_by)
-    classes = [_class_of(model, name.strip(), asked_by) for name in names.split(",") if name.strip()]
+    classes = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        kinds = (
+            [_import_class(name)] if "." in name else [type(m) for m in model.modules() if type(m).__name__ == name]
+        )
+        if not kinds:
+            raise WrapError(
+                f"{asked_by} names the class {name!r}, and {type(model).__name__} has no module of it; "
+                f"{choices(name, class_names(model))}"
+            )
+        classes.append(kinds[0])
     check_classes_are_in(model, classes, asked_by)
     return classes
-
-
-def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
-    if "." in name:
-        return import_classes_from_paths([name])[0]
-    for module in model.modules():
-        if type(module).__name__ == name:
-            return type(module)
-    raise WrapError(
-        f"{asked_by} names the class {name!r}, and {type(model).__name__} has no module of it; "
-        f"{choices(name, class_names(model))}"
-    )
 
 
 def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
@@ -288,8 +268,8 @@ def _import_class(path: str) -> type[nn.Module]:
             "package"
         ) from error
     value = getattr(module, name, None)
-    if isinstance(value, type) and issubclass(value, nn.Module):
-        return value
-    names = [n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    classes = {n: kind for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    if name in classes:
+        return classes[name]
     what = "has no such class" if value is None else f"has {name} as a {type(value).__name__}, not a module class"
-    raise WrapError(f"class path {path!r} does not import: {module_path} {what}; {choices(name, names)}")
+    raise WrapError(f"class path {path!r} does not import: {module_path} {what}; {choices(name, classes)}")

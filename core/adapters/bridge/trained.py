@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class TorchOptimizer:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
         names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
-        # Trained parameters by name; fixed.
+        # Trained parameters by name.
         self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._named.items()}
 
@@ -180,7 +180,7 @@ Updates = MegatronOptimizer | TorchOptimizer
 """What a trainer steps, saves and loads for the user's optimizer."""
 
 _TRAINED = "_trained"
-"""Attribute of a wrapper, with its `Trained`. The last one that was made of it sets it. Never removed."""
+"""Attribute of a wrapper: the last `Trained` that was made of the wrapper."""
 
 
 def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
@@ -192,7 +192,7 @@ def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
 
 
 def mix_in(target: Any, kind: type) -> None:
-    """Puts the methods of `kind`, a subclass of the target's base, before those of the target's own class.
+    """Makes an object use the methods of `kind`, a subclass of the object's base, before its own class's methods.
 
     Nothing puts the old class back. A second call changes nothing.
     """
@@ -248,8 +248,7 @@ class GradientNorm:
         Raises:
             OptimizerError: gradients are not reduced.
         """
-        present = [gradient for gradient in self._gradients() if gradient is not None]
-        if present:
+        if present := [gradient for gradient in self._gradients() if gradient is not None]:
             torch._foreach_clamp_min_(present, -limit)
             torch._foreach_clamp_max_(present, limit)
 
@@ -283,13 +282,12 @@ class Trained:
 
     @staticmethod
     def of(wrapper: object) -> Trained | None:
-        """Returns that of a wrapper that a trainer's adapter has made, else None."""
-        of_wrapper: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
-        return of_wrapper
+        """Returns the `Trained` that an adapter made of a wrapper, or None."""
+        return cast("Trained | None", getattr(wrapper, "__dict__", {}).get(_TRAINED))
 
     @staticmethod
     def of_parameters(parameters: Iterable[object]) -> Trained | None:
-        """Returns that of the one wrapper that all these parameters belong to. None if there is none, or several."""
+        """Returns the `Trained` of the one wrapper that has all of these parameters, or None."""
         owners = set(map(owner_of, parameters))
         return Trained.of(owners.pop()) if len(owners) == 1 else None
 
@@ -330,8 +328,7 @@ class Trained:
         """
         identities = {id(parameter) for parameter in parameters if parameter.requires_grad}
         params = [parameter for parameter in self.wrapper.module.parameters() if parameter.requires_grad]
-        missing = sum(id(parameter) not in identities for parameter in params)
-        if missing:
+        if missing := sum(id(parameter) not in identities for parameter in params):
             raise ConfigError(
                 f"gradients are clipped by the norm of the whole model, and {missing} of its {len(params)} trainable "
                 "parameters were not given; give model.parameters()"

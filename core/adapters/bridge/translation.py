@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.torch_version import TorchVersion
 
 from ...base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
-from ...base.text import choices
 from ...distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -29,16 +28,9 @@ from ...distributed import (
     _BaseDataParallel,
     wrap_model,
 )
-from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from ...distributed.fully_sharded_data_parallel_config import config_class as class_for_strategy
 from ...distributed.groups import Ranks, whole_group
 from ...distributed.plan.units import UnitChoice
 from ...distributed.step import Phase
-
-FSDP2 = "fsdp2"
-STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
-"""Those of ``data_parallel_sharding_strategy``, on flat buffers, and torch's FSDP2."""
-
 
 _TABLES: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("foreign_settings.json").read_text("utf-8")
@@ -87,20 +79,6 @@ def changed_fields(settings: Any) -> dict[str, Any]:
     return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default} | added
 
 
-def config_class(strategy: str, setting: str = "sharding") -> type[DistributedDataParallelConfig]:
-    """Returns the class of the config of a strategy's wrapper.
-
-    Args:
-        setting: what names the strategy, for the message.
-
-    Raises:
-        ConfigError: none of `STRATEGIES`.
-    """
-    if strategy not in STRATEGIES:
-        raise ConfigError(f"{setting} is {strategy!r}; {choices(str(strategy), STRATEGIES)}")
-    return class_for_strategy(strategy == FSDP2, strategy)
-
-
 def reject_reproducible(config: DistributedDataParallelConfig) -> None:
     """Raises for a setting that the samplers of a trainer cannot honour.
 
@@ -112,21 +90,6 @@ def reject_reproducible(config: DistributedDataParallelConfig) -> None:
             "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and this trainer's "
             "data loaders deal them out by rank; drop it, or train as docs/reproducible.md does"
         )
-
-
-def config_of(strategy: str, **fields: Any) -> DistributedDataParallelConfig:
-    """Returns the config of a strategy's wrapper.
-
-    Args:
-        fields: further fields of the config.
-
-    Raises:
-        ParallelConfigError: settings that contradict each other.
-    """
-    kind = config_class(strategy)
-    if kind is DistributedDataParallelConfig:
-        fields["data_parallel_sharding_strategy"] = strategy
-    return kind(**fields)
 
 
 class Replicas(DistributedDataParallel):

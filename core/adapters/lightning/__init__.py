@@ -10,7 +10,7 @@ check_version("lightning", __name__)
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
-from ..bridge.translation import FSDP2, STRATEGIES  # noqa: E402
+from ...distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES  # noqa: E402
 from .fabric_strategy import ShardstackFabricStrategy  # noqa: E402
 from .trainer_strategy import ShardstackStrategy  # noqa: E402
 

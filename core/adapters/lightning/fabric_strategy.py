@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
+from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ...distributed.step import Phase
 from ..bridge.trained import Trained, mix_in, replace_parameters
-from ..bridge.translation import FSDP2
 from . import shared
 
 
@@ -45,7 +45,7 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
         self._backward_sync_control = NoSync()
-        # For each optimizer of the user, its model. Added when an optimizer is set up; never cleared.
+        # The model of each of the user's optimizers. `setup_optimizer` adds it.
         self._trained: dict[Optimizer, Trained] = {}
 
     def _configure_launcher(self) -> None:
@@ -138,8 +138,7 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
         norm = shared.trained_of(module).norm.clip(float(max_norm), norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise OptimizerError(
-                f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or "
-                "give error_if_nonfinite=False"
+                f"the norm of the gradient is {norm.item()}; look for the cause, or give error_if_nonfinite=False"
             )
         return norm
 
@@ -170,8 +169,7 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
             if hasattr(value, "state_dict"):  # as of a scheduler
                 values[name] = value.state_dict()
         model = self.get_module_state_dict(trained.wrapper)
-        foreign_names = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
-        if foreign_names:
+        if foreign_names := [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]:
             raise CheckpointError(f"filter names {', '.join(foreign_names)}; only the model's tensors can be filtered")
         for keeps in (filter or {}).values():
             model = {name: tensor for name, tensor in model.items() if keeps(name, tensor)}
@@ -225,8 +223,7 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
         optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
         if optimizer is not None and optimizer not in self._trained:
             raise CheckpointError(
-                f"{type(optimizer).__name__} was not set up; give the one that fabric.setup or "
-                "fabric.setup_optimizers returned"
+                f"{type(optimizer).__name__} was not set up; give what fabric.setup(_optimizers) returned"
             )
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return trained, others, optimizer is not None

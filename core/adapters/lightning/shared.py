@@ -29,6 +29,7 @@ from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
+from ...distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES, config_of
 from ...distributed.plan.units import UnitChoice
 from ...distributed.step import Phase
 from ...rendezvous import default_group
@@ -36,7 +37,7 @@ from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import load_trained, save_trained
 from ..bridge.sharding import units_by_class, world_mesh
 from ..bridge.trained import TorchOptimizer, Trained, build_update, wrapper_of
-from ..bridge.translation import FSDP2, STRATEGIES, config_of, reject_reproducible
+from ..bridge.translation import reject_reproducible
 
 Units = Sequence[type[nn.Module] | str]
 """Classes, or their names, plain or dotted."""
@@ -169,8 +170,7 @@ def trained_of(module: nn.Module) -> Trained:
     Raises:
         ConfigError: it is not wrapped.
     """
-    wrapper = wrapper_of(module)
-    if wrapper is None:
+    if (wrapper := wrapper_of(module)) is None:
         raise ConfigError(f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module")
     return Trained.of(wrapper) or Trained(wrapper)
 
@@ -209,8 +209,7 @@ def take_optimizer(optimizer: Optimizer) -> Trained:
     if trained is None:
         raise OptimizerError(
             f"{type(optimizer).__name__} holds parameters that the wrapped model has not: it was built before the "
-            "model was wrapped, or for another one; build it in configure_optimizers, or give it to fabric.setup "
-            "together with the model"
+            "model was wrapped, or for another one; build it in configure_optimizers, or give fabric.setup both"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(

@@ -32,8 +32,7 @@ class StepsThroughStrategy(Precision):
     ) -> Any:
         """Runs forward and backward, clips, and makes the step, unless ``training_step`` returned None."""
         norm_before = self.strategy.grad_norm
-        result = self._wrap_closure(model, optimizer, closure)
-        if result is not None:
+        if (result := self._wrap_closure(model, optimizer, closure)) is not None:
             norm = self.strategy.trained.step()
             if self.strategy.grad_norm is norm_before:  # nothing was clipped
                 self.strategy.grad_norm = None if norm is None else torch.tensor(norm)
@@ -118,8 +117,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
         if self.accelerator is None:
             raise ConfigError("the strategy has no accelerator; give it to a Trainer, which sets one")
         self.accelerator.setup(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting:
+        if is_fitting := trainer.state.fn == TrainerFn.FITTING:
             _check_is_supported(trainer, module, self.settings)
         if self._trained is None or self._trained.wrapper.module is not module:
             if is_fitting and self._layer_sync is not None:
@@ -184,8 +182,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
             CheckpointError: a remote path, or values that no checkpoint holds.
         """
         values = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        has_optimizer = "optimizer_states" in checkpoint
-        folder = self.folder(filepath)
+        folder, has_optimizer = self.folder(filepath), "optimizer_states" in checkpoint
         save_folder(folder, self.trained, checkpoint["state_dict"], values, with_optimizer=has_optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -199,10 +196,8 @@ class ShardstackStrategy(Processes, DDPStrategy):
         """
         module = self._connected_module()
         continues = self.trained.updates is not None and module.trainer.state.fn == TrainerFn.FITTING
-        folder = self.folder(checkpoint_path)
-        values: dict[str, Any] = load_folder(
-            folder, self.trained, strict=module.strict_loading, with_optimizer=continues
-        )
+        folder, strict = self.folder(checkpoint_path), module.strict_loading
+        values = dict(load_folder(folder, self.trained, strict=strict, with_optimizer=continues))
         return values | {"state_dict": self.trained.model_tensors()}
 
     def teardown(self) -> None:

@@ -27,11 +27,11 @@ from ...distributed.distributed_data_parallel_config import (
     ActivationCheckpointing,
     shards_parameters,
 )
-from ...distributed.fully_sharded_data_parallel_config import Reshard
+from ...distributed.fully_sharded_data_parallel_config import FSDP2, Reshard, config_of
 from ...distributed.guards import reject_wrapped
 from ...distributed.plan.units import CONTAINERS
 from ..bridge.sharding import check_classes_are_in, import_classes_from_paths, mesh_axes
-from ..bridge.translation import FSDP2, check_settings, config_of, wrap_for_trainer
+from ..bridge.translation import check_settings, wrap_for_trainer
 from .tensor_parallel_plan import Plan, cut_as_planned, get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
 __all__ = [
@@ -182,11 +182,8 @@ def nvfsdp_strategy_parallelize(
     check_classes_are_in(model, unit_classes, "nvfsdp_unit_modules")
     param_dtype: torch.dtype | None = None
     check_settings(options, "nemo nvFSDP")
-    fields: dict[str, Any] = {
-        "grad_reduce_in_fp32": grad_reduce_in_fp32,
-        "check_for_nan_in_grad": check_for_nan_in_grad,
-        "average_in_collective": average_in_collective,
-    }
+    names = ("grad_reduce_in_fp32", "check_for_nan_in_grad", "average_in_collective")
+    fields: dict[str, Any] = {name: options[name] for name in names}
     if shards_parameters(strategy):
         param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
         # FSDP2 takes DTensors of tensor parallelism, and fp32 shards that are cast when they are gathered.
@@ -205,15 +202,11 @@ def nvfsdp_strategy_parallelize(
         fields |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": gathers}
         config = config_of(strategy, **fields)
     cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
-    return wrap_for_trainer(
-        model,
-        config,
-        axes.data,
-        unit_classes,
-        disable_bucketing=disable_bucketing,
-        calculate_per_token_loss=calculate_per_token_loss,
-        fp16=param_dtype == torch.float16,
-    )
+    others: dict[str, Any] = {
+        "calculate_per_token_loss": calculate_per_token_loss,
+        "fp16": param_dtype == torch.float16,
+    }
+    return wrap_for_trainer(model, config, axes.data, unit_classes, disable_bucketing=disable_bucketing, **others)
 
 
 def _as_strategy(strategy: str | int) -> str:

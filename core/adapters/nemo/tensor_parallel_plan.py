@@ -112,8 +112,7 @@ def cut_as_planned(
     if tensor_mesh is None:
         if plan and not any(name in (device_mesh.mesh_dim_names or ()) for name in TENSOR_AXES):
             warn_once(
-                f"tp_shard_plan has no effect on a mesh ({axis_sizes(device_mesh)}) without one of the axes "
-                f"{', '.join(TENSOR_AXES)}"
+                f"tp_shard_plan has no effect on a mesh ({axis_sizes(device_mesh)}) without {' or '.join(TENSOR_AXES)}"
             )
         return
     if not plan:
@@ -121,10 +120,18 @@ def cut_as_planned(
             f"the mesh ({axis_sizes(device_mesh)}) has {tensor_mesh.size()} tensor-parallel ranks, but there is no "
             "tp_shard_plan; give one, as get_hf_tp_shard_plan(model) does, or a mesh without tensor parallelism"
         )
-    _check_heads(model, tensor_mesh.size())
+    for name in ("num_attention_heads", "num_key_value_heads"):  # in configs of Hugging Face's
+        heads = getattr(getattr(model, "config", None), name, None)
+        if isinstance(heads, int) and heads % (ranks := tensor_mesh.size()):
+            raise ParallelConfigError(
+                f"{ranks} tensor-parallel ranks do not divide the model's {name} {heads}; choose a divisor of it"
+            )
     _check_plan(model, plan)
     broadcast_tensors([*model.parameters(), *model.buffers()], tensor_mesh.get_group())
-    ties = _tied_names(model)
+    names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[parameter].append(name)
+    ties = [names for names in names_of.values() if len(names) > 1]
     whole_plan = {**plan, **_plan_of_partners(model, plan, ties)}
     with parameter_attributes_kept(model):
         for pattern, style in whole_plan.items():
@@ -137,20 +144,6 @@ def cut_as_planned(
                 ) from error
     for names in ties:
         _tie(model, names)
-
-
-def _check_heads(model: nn.Module, tp_size: int) -> None:
-    """Raises where attention heads, by the names of Hugging Face's configs, cannot be dealt out evenly.
-
-    Raises:
-        ParallelConfigError: naming the number of heads.
-    """
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(getattr(model, "config", None), name, None)
-        if isinstance(heads, int) and heads % tp_size:
-            raise ParallelConfigError(
-                f"{tp_size} tensor-parallel ranks do not divide the model's {name} {heads}; choose a divisor of it"
-            )
 
 
 def _check_plan(model: nn.Module, plan: Plan) -> None:
@@ -173,13 +166,6 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
 def _matches(pattern: str, name: str) -> bool:
     parts, name_parts = pattern.split("."), name.split(".")
     return len(parts) == len(name_parts) and all(map(fnmatchcase, name_parts, parts))
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> dict[str, ParallelStyle]:
@@ -205,8 +191,7 @@ def _tie(model: nn.Module, names: list[str]) -> None:
         if _layout(other) != _layout(first):
             raise WrapError(
                 f"{names[0]} and {name} are one parameter, and tp_shard_plan cuts them differently ({_layout(first)} "
-                f"and {_layout(other)}); give their modules styles that cut the weight equally, as embedding_rowwise "
-                "and colwise_gather_output"
+                f"and {_layout(other)}); give equal cuts, as embedding_rowwise and colwise_gather_output"
             )
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, first)

@@ -46,7 +46,7 @@ class UnitOrder(Generic[Unit]):
     """
 
     def __init__(self, plan: Plan, units: Mapping[Unit, UnitPlan], pass_by: Callable[[Unit, bool], None]) -> None:
-        # All fixed; `_planned_units` is empty without `gather_skipped_units`.
+        # `_planned_units` is empty without `gather_skipped_units`.
         self._pass_by, self._units = pass_by, units
         self._planned_units = list(units) if plan.settings.gather_skipped_units else []
         self._forward_depth, self._backward_depth = plan.settings.forward_prefetch, plan.settings.backward_prefetch
@@ -90,11 +90,11 @@ class UnitOrder(Generic[Unit]):
         self._trace.clear()
 
     def leave_model(self) -> None:
-        """Ends a forward of the model, which may have raised: a unit that runs next is no part of it."""
+        """Ends a forward of the model, which may have raised. Later calls of units do not belong to that forward."""
         self._next = None
 
     def enter(self, unit: Unit) -> list[Unit]:
-        """Begins a unit's forward, or in backward its computation again. Returns the units to gather meanwhile."""
+        """Begins a unit's forward, or the recomputation in backward. Returns the units to gather meanwhile."""
         if current_backward() != NO_BACKWARD:
             return self.before(unit)
         if not self._order or self._order[-1] is not unit:
@@ -123,7 +123,8 @@ class UnitOrder(Generic[Unit]):
             mark = _GraphMark()
             if (weight := next((p for p in parameters if p.requires_grad), None)) is not None:
                 view: Any = weight.view_as(weight)
-                # Of the weight itself, which a program may use apart. All graphs that live share this node.
+                # Mark the weight's own node too: a program may use the weight outside the unit. All graphs that live
+                # share that node.
                 view.grad_fn.next_functions[0][0].metadata[_GraphMark] = [mark]
             for node in nodes:
                 node.metadata.setdefault(_GraphMark, []).append(mark)  # several units may return one tensor
@@ -199,14 +200,14 @@ class UnitOrder(Generic[Unit]):
         return [place for place, (unit, _) in enumerate(self._trace) if are_dropped[unit] and all(are_dropped[unit])]
 
     def before(self, unit: Unit | None = None) -> list[Unit]:
-        """Returns the units to gather while the backward of `unit` runs, nearest first. None is that of the loss."""
+        """Returns the units to gather while the backward of `unit`, or of the loss (None), runs, nearest first."""
         order, needed = self._order, self._needed_in_backward & self._reached_by_backward - {unit}
         position = len(order) if unit is None else _last_index(order, unit)
         return list(islice((each for each in reversed(order[:position]) if each in needed), self._backward_depth))
 
 
 class _GraphMark:
-    """An object that graphs of one forward of a unit hold, and nothing else: it lives as long as they.
+    """An object that graphs of one forward of a unit hold, and nothing else. It dies when the last of them is freed.
 
     Graphs share the node of a weight. One of an earlier forward that still lives keeps the mark of the last one too.
     """
@@ -229,7 +230,6 @@ class WriteCounts:
     """
 
     def __init__(self, count: Callable[[], Sequence[int]]) -> None:
-        # Fixed: reads what an engine holds.
         self._count = count
         # Counts at the last `find`, which replaces them.
         self._last = count()
@@ -266,7 +266,7 @@ class KeptPart:
         # Both fixed: the neighbours, and whether the plan keeps the unit between micro-batches.
         self.ranks, self._outlasts_backward = ranks, outlasts_backward
         # Memory of our own, on the stream of `keep`, which a forward calls once the unit is gathered; `take` clears it
-        # in backward, or `drop`, when shards may have changed.
+        # in backward; the engine does when no backward follows, or shards may have changed.
         self.tensor: Tensor | None = None
         # Behind the copy into `tensor`, which another stream may read; None on a CPU. Set with `tensor`.
         self._is_written: Any = None
@@ -285,7 +285,3 @@ class KeptPart:
         if current_backward() != NO_BACKWARD and not self._outlasts_backward:
             self.tensor = None
         return part
-
-    def drop(self) -> None:
-        """Frees the part, because no backward follows or the shards have changed."""
-        self.tensor = None

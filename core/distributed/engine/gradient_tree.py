@@ -69,29 +69,25 @@ class GradientTree:
     """
 
     def __init__(self, shape: MicroBatchTree, mean_over: int) -> None:
-        # Both fixed: the order of additions does not depend on the number of ranks.
+        # The order of additions, which does not depend on the number of ranks.
         self.shape = shape
         self._mean_over = mean_over
         # Whether the root of the tree is divided by `mean_over`. `expect` sets it, for all steps that follow.
         self._divides = True
-        # Micro-batches of this rank in each step. `expect` sets it, for all steps that follow.
-        self._count = 1
+        # Micro-batches of this rank in each step. `expect` sets it, for all steps that follow; others only read it.
+        self.count = 1
+        # Whether the backwards that follow are outside `no_sync`. `Gradients.set_sync` of FSDP2 sets it.
+        self.is_synced = True
         # Number of backwards of this step that have begun, and the last of them. `enter` sets both, `restart` clears
         # them.
         self._num_begun, self._backward = 0, NO_BACKWARD
-        # Callbacks that set sums aside. `register` adds them when a wrapper is built, `enter` calls them; never
-        # cleared.
+        # Callbacks that set sums aside. `register` adds them when a wrapper is built, `enter` calls them.
         self._holders: list[Begin] = []
-
-    @property
-    def count(self) -> int:
-        """Micro-batches of this rank in a step."""
-        return self._count
 
     @property
     def sets_whole_gradients_aside(self) -> bool:
         """Whether a step keeps whole gradients of several micro-batches at the same time."""
-        return not self.shape.interleaves and self.shape.num_set_aside(self._count) > 0
+        return not self.shape.interleaves and self.shape.num_set_aside(self.count) > 0
 
     @property
     def factor(self) -> float:
@@ -101,12 +97,12 @@ class GradientTree:
     @property
     def reduces(self) -> bool:
         """Whether ranks add up gradients at the end of the running backward."""
-        return self.shape.reduces(self._num_begun - 1, self._count)
+        return self.shape.reduces(self._num_begun - 1, self.count)
 
     @property
     def is_last(self) -> bool:
         """Whether the running backward is the last of the step."""
-        return self._num_begun == self._count
+        return self._num_begun == self.count
 
     @property
     def has_entered(self) -> bool:
@@ -126,12 +122,12 @@ class GradientTree:
         """
         if count < 1:
             raise ConfigError(f"expect_micro_batches was given {count}; a step takes 1 micro-batch or more")
-        if self._num_begun and (count, divides) != (self._count, self._divides):
+        if self._num_begun and (count, divides) != (self.count, self._divides):
             raise ShardstackError(
-                f"expect_micro_batches was given {count} after the first backward of a step of {self._count}; call it "
+                f"expect_micro_batches was given {count} after the first backward of a step of {self.count}; call it "
                 "before, or zero_grad_buffer first"
             )
-        self._count, self._divides = count, divides
+        self.count, self._divides = count, divides
 
     def enter(self) -> None:
         """Records the running backward. Call it before each of its gradients is stored.
@@ -142,16 +138,16 @@ class GradientTree:
         running = current_backward()
         if running == self._backward:
             return
-        if self._num_begun == self._count:
+        if self._num_begun == self.count:
             raise ShardstackError(
-                f"backward {self._num_begun + 1} of a step of {self._count}: reproducible_across_ranks adds up "
+                f"backward {self._num_begun + 1} of a step of {self.count}: reproducible_across_ranks adds up "
                 "gradients in a tree of micro-batches; call the wrapper's expect_micro_batches(number) before the "
                 "first step, run one backward for each, and zero_grad_buffer before the next step"
             )
         self._backward, number = running, self._num_begun
         self._num_begun += 1
         for begin in self._holders:
-            begin(self.shape.additions(number, self._count), self.shape.reduces(number, self._count))
+            begin(self.shape.additions(number, self.count), self.shape.reduces(number, self.count))
 
     def check_complete(self) -> None:
         """Raises unless the step has had all its backwards, or none.
@@ -159,9 +155,9 @@ class GradientTree:
         Raises:
             ShardstackError: says how many there were.
         """
-        if self._num_begun not in (0, self._count):
+        if self._num_begun not in (0, self.count):
             raise ShardstackError(
-                f"gradients of a step of {self._count} micro-batches cannot be reduced after {self._num_begun} "
+                f"gradients of a step of {self.count} micro-batches cannot be reduced after {self._num_begun} "
                 "backwards; call the wrapper's expect_micro_batches(number) with the number of backwards of a step"
             )
 

@@ -106,7 +106,7 @@ class BucketReduction:
     """
 
     def __init__(self, plan: Plan, lane: CommLane, inspect: Inspect, tree: GradientTree | None) -> None:
-        # All fixed. `reduce` runs in the lane, on its thread or stream.
+        # `reduce` runs in the lane, on its thread or stream.
         self.plan, self.lane, self.inspect, self.tree = plan, lane, inspect, tree
         self.group, self.order = plan.groups.whole, plan.sum_order
         self.shard_group = None if plan.is_replicated else plan.groups.shard

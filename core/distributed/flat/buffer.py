@@ -50,7 +50,6 @@ class FlatBuffer:
         self, plan: Plan, buckets: Sequence[PiecePlan], device: torch.device, allocate: Allocate = transient_memory
     ) -> None:
         kind: PieceKind = buckets[0]
-        # All fixed.
         self.kind, self.plan = kind, plan.over_ranks_of(kind.kind)
         self.numel, self.device = buckets[-1].layout.end, device
         self.shard_device = torch.device("cpu") if plan.settings.cpu_offload else device
@@ -79,7 +78,7 @@ class FlatBuffer:
         return AS_HOST_MEMORY.value(shards) if self.plan.settings.cpu_offload else shards
 
     def cut_params(self, bucket: PiecePlan) -> tuple[Tensor, Tensor]:
-        """Returns a bucket's whole parameters and this rank's shard of them, both empty where there are none here.
+        """Returns the whole parameters of a bucket and this rank's shard, both empty where the buffer has none.
 
         The whole parameters of a buffer of shards are the shard itself, until a unit gathers the bucket elsewhere.
         """
@@ -124,10 +123,9 @@ class PlacedParams:
     """
 
     def __init__(self, buffer: FlatBuffer, plan: PiecePlan, slots: Sequence[GradSlot]) -> None:
-        # All fixed: the plan gives each parameter its place, once.
         self.buffer, self.offset, self.numel, self.slots = buffer, plan.layout.start, plan.elements, slots
         first, last = slots[0].name, slots[-1].name
-        # In messages, and in the record of collectives; fixed.
+        # In messages, and in the record of collectives.
         self.name = f"bucket {first}" + (f" to {last}" if last != first else "")
         # `param_data` is a view of the buffer's. Under ZeRO-3 it is `local_param_shard` itself if one rank has all,
         # else memory of the unit's slot, in the dtype of computation: the unit sets it when it gets a slot, and the
@@ -166,6 +164,6 @@ class PlacedParams:
             collectives.all_gather(into, own, group, what=what)
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Yields for each parameter: the parameter, this rank's elements of it (flat), and the first one's index."""
+        """Yields each parameter, this rank's elements, flat, and the index of the first of these elements."""
         for slot in self.slots:
             yield slot.param, self.local_param_shard[slice(*slot.kept)], slot.first

@@ -92,7 +92,7 @@ class ShardedParameters(Parameters):
         self.settle()
         for unit in self._units:
             for part in unit.parts:
-                part.drop()
+                part.tensor = None
             if unit.slot is not None:
                 unit.slot.owner = None
         self._writes.find()
@@ -182,7 +182,7 @@ class ShardedParameters(Parameters):
         unit.used_in = backward
         if is_backward:
             for part in unit.parts:
-                part.drop()
+                part.tensor = None
         for ahead in self.order.enter(unit) if unit is not self._root else ():
             owner = None if ahead.slot is None else ahead.slot.owner
             # Not into the memory of a unit that computes with it, now or further out.

@@ -50,7 +50,7 @@ class ReductionSchedule:
         finish: Callable[[], None] | None = None,
         tree: GradientTree | None = None,
     ) -> None:
-        # All fixed. `_finish` is called at the end of a backward, where each one finishes gradients.
+        # `_finish` is called at the end of a backward, where each one finishes gradients.
         self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
         # Whether buckets are sent when their gradients are complete, instead of all at the end.
         self._sends_early = plan.settings.overlap_grad_reduce or plan.strategy in ("optim_grads", "optim_grads_params")

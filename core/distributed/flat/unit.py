@@ -120,7 +120,7 @@ class Unit:
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
             self.enter(slot)
-        # The payload of its gathers as messages name it; fixed.
+        # How log and error messages name this unit's all-gathers.
         self._what = f"the parameters of {f'unit {self.name}' if plan.modules else buckets[0].name}"
         # `CallHooks` counts them, on the thread of the forward, and resets it when gradients are zeroed.
         self.num_running = 0
@@ -131,26 +131,25 @@ class Unit:
         # Of each bucket, if neighbours keep the unit. `start_gather` of the unit that takes the slot in forward fills
         # them. The gather of a backward takes them; `ShardedParameters` drops them, when the shards are written too.
         self.parts = [KeptPart(neighbours) for _ in buckets] if neighbours is not None else []
-        # Names of its parameters; fixed.
         self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
-        # Parameters that can make their reader wait; fixed.
+        # Parameters that can make their reader wait.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
         # Writes to the parameters since they were last hidden, or their memory set. `hide` asks for them: a write in
         # between would be lost. A gather writes the slot and does not count.
         self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
         # Methods of this class set it: on autograd's thread during a backward, else on the main thread.
         self.phase = UnitPhase.READABLE
-        # `ShardedParameters`, which replicas do not have, sets both when it is built; then fixed.
+        # `ShardedParameters`, which replicas do not have, sets both when it is built.
         self.on_use: Callable[[], None] = self.wait_until_readable
         self.saved_weights: SavedWeights | None = None
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its parameters have the values of the shards, or are about to."""
+        """Whether the unit's parameters have the values of the shards, or are about to have them."""
         return self.slot is None or self.slot.owner is self
 
     def memory(self) -> Sequence[Tensor]:
-        """Returns the memory that it is gathered into."""
+        """Returns the memory that the unit is gathered into."""
         return [bucket.param_data for bucket in self.buckets]
 
     @property
@@ -223,7 +222,7 @@ class Unit:
             end_pending(self._params_to_hide)
 
     def hide(self) -> None:
-        """Makes a use of its parameters call `on_use`.
+        """Makes a use of the unit's parameters call `on_use`.
 
         Raises:
             UnitError: a parameter was written while it was gathered; the write would be lost.
@@ -248,7 +247,7 @@ class Unit:
         make_pending(self._params_to_hide, self.on_use)
 
     def gather_apart(self) -> None:
-        """Gathers its parameters into memory of their own, until `return_to_slot`."""
+        """Gathers the unit into memory of its own, until `return_to_slot`."""
         self.wait_until_readable()
         self.phase = UnitPhase.APART
         if self.slot is None:

@@ -166,7 +166,7 @@ class TorchParameters(Parameters):
         state.keep_changes()
         state.end_evaluation()
         for part in self._parts:
-            part.drop()
+            part.tensor = None
         self.order.end()
         state.tensors.mark_gathered()
         for index in self._writes_to_gathered.find():
@@ -236,8 +236,8 @@ class TorchGradients(Gradients):
     def set_sync(self, enabled: bool) -> None:
         super().set_sync(enabled)
         settings = self.plan.settings
-        if self._sums is not None:
-            self._sums.expect_sync(enabled)
+        if self.tree is not None:
+            self.tree.is_synced = enabled
         if not (settings.reproducible_across_ranks or settings.reduce_every_micro_batch):
             if enabled:
                 self.torch_state.complete_accumulated_gradients()

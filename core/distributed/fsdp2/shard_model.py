@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..model.initial_values import parameter_attributes_kept
 from ..plan import Plan, UnitPlan
 from ..step_marks import replaced_parameters_marked
 from . import torch_private
-from .torch_private import as_fsdp, fsdp_modules
+from .torch_private import as_fsdp, fsdp_modules, gathered_tensors_of, groups_of
 
 SHARDED_HERE: weakref.WeakSet[fsdp.FSDPModule] = weakref.WeakSet()
 """Modules that this library sharded, and not a call of torch's `fully_shard`. `shard_model` adds them."""
@@ -132,7 +131,7 @@ class FreedWeights:
     def __init__(self, unit: UnitPlan) -> None:
         self._unit, self._module = unit, as_fsdp(unit.modules[0])
         # Hooks of autograd around each forward; they live as long as the module.
-        self._saved = SavedWeights(self._memory, self._gather)
+        self._saved = SavedWeights(partial(gathered_tensors_of, groups_of(unit.modules[0])), self._gather)
         for module in unit.modules:
             module.register_forward_pre_hook(self._before)  # after torch has gathered
             module.register_forward_hook(self._after, prepend=True, always_call=True)  # before torch frees
@@ -149,9 +148,6 @@ class FreedWeights:
         if current_backward() == NO_BACKWARD and output is not None and self._saved.are_in_use():
             warn_once(in_use_message(" + ".join(self._unit.names)))
             self._module.set_reshard_after_forward(False, recurse=False)
-
-    def _memory(self) -> Sequence[Tensor]:
-        return torch_private.gathered_tensors_of(self._module)
 
     def _gather(self) -> None:
         reject_graph_of_gradients(f"unit {' + '.join(self._unit.names)}")

@@ -58,10 +58,9 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
     return any(group._all_reduce_hook is not None for group in groups_of(module))  # type: ignore[arg-type]
 
 
-def gathered_tensors_of(module: FSDPModule) -> list[Tensor]:
-    """Returns the tensors that one unit is gathered into. Empty before its first gather."""
+def gathered_tensors_of(groups: list[Any]) -> list[Tensor]:
+    """Returns the tensors that the unit of `groups` (`groups_of`) is gathered into. Empty before its first gather."""
     # Torch makes each once, and frees a unit by resizing storages: made anew, `SavedWeights` would not find them.
-    groups = groups_of(module)  # type: ignore[arg-type]
     return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
 
 

@@ -67,17 +67,17 @@ def _reduced_bytes(unit: UnitPlan) -> int:
 
 
 class _UnitCollective:
-    """What both collectives of a unit are made from. All fields are fixed.
+    """What both collectives of a unit are made from.
 
     They are subclasses of torch's own, so that torch replaces them where a user calls ``set_symm_mem_for_comm`` or
     ``set_allocate_memory_from_process_group_for_comm``; calls are then not recorded.
     """
 
     def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None, whole_bytes: int) -> None:
-        # In messages, and in the record of collectives; fixed.
+        # In messages, and in the record of collectives.
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
         plan = plan.over_ranks_of(unit.kind)
-        # Fixed, as all below: how messages travel is decided when the model is sharded.
+        # How messages travel is decided here, when the model is sharded, and not in a step.
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.settings.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
         # Large memory under gloo for whole parameters and gradients, which all units of a model share. None where
@@ -138,7 +138,7 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
 
     def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None) -> None:
         super().__init__(plan, unit, memory, _reduced_bytes(unit))
-        # The payload as messages name it; fixed.
+        # How messages name the payload.
         self._what = f"the gradients of {self.unit}"
 
     def __call__(
@@ -161,7 +161,7 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
 
 # ---- sums over micro-batches, in a tree
 
-_NOTHING = -0.0
+_ADDITIVE_IDENTITY = -0.0
 """What changes no number that it is added to. Positive zero would change the sign of a negative zero."""
 
 
@@ -174,9 +174,8 @@ class GradientSums:
     """
 
     def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
-        # All fixed. `_of_shards`: sums are of reduced gradients, because each micro-batch is reduced.
+        # `_of_shards`: sums are of reduced gradients, because each micro-batch is reduced.
         self._modules, self._state, self._of_shards = list(modules), state, plan.settings.reduce_every_micro_batch
-        # The units' reduce-scatters; fixed.
         self._units = [_TreeReduceScatter(plan, unit, tree) for unit in plan.units]
         for planned, unit in zip(plan.units, self._units, strict=True):
             if plan.groups.shard.size() > 1:
@@ -189,11 +188,6 @@ class GradientSums:
     def tensors(self) -> list[Tensor]:
         """All sums that are kept from earlier micro-batches."""
         return [tensor for unit in self._units for tensor in unit.tensors]
-
-    def expect_sync(self, enabled: bool) -> None:
-        """Sets whether the backwards that follow are outside `no_sync`."""
-        for unit in self._units:
-            unit.is_synced = enabled
 
     def clear(self) -> None:
         """Begins a step: drops what is kept."""
@@ -218,11 +212,9 @@ class _TreeReduceScatter(UnitReduceScatter):
 
     def __init__(self, plan: Plan, unit: UnitPlan, tree: GradientTree) -> None:
         super().__init__(plan, unit)
-        # All fixed. The tree is the wrapper's, which all units share.
+        # The tree is the wrapper's, which all units share.
         self._tree, self._module, self._replicas = tree, as_fsdp(unit.modules[0]), plan.groups.replicate
         self._of_shards, self._is_alone = plan.settings.reduce_every_micro_batch, plan.groups.shard.size() == 1
-        # Whether the running backward is outside `no_sync`. `GradientSums.expect_sync` sets it before each.
-        self.is_synced = True
         # The gradients that are added in place, whole or of shards, flat, in memory of their own. `_add` sets and
         # clears it, on torch's stream for reductions; `set_aside` moves it to `_sums`, between reductions.
         self._current: Tensor | None = None
@@ -254,7 +246,7 @@ class _TreeReduceScatter(UnitReduceScatter):
             if self._of_shards and not is_late and (total := self._add(shard.clone())) is not None:
                 shard.copy_(total)
         if total is None:
-            shard.fill_(_NOTHING)
+            shard.fill_(_ADDITIVE_IDENTITY)
 
     def set_aside(self, additions: int) -> None:
         """Ends the sum that is added in place, and adds it to the newest `additions` sums before it."""
@@ -297,7 +289,7 @@ class _TreeReduceScatter(UnitReduceScatter):
                 f"a backward reached {self.unit} around the tensors that the model's forward returned; for "
                 "reproducible_across_ranks return tensors, or tuples, lists or dicts of them"
             )
-        if self.is_synced and not self._of_shards and not self._tree.is_last:
+        if self._tree.is_synced and not self._of_shards and not self._tree.is_last:
             raise ShardstackError(
                 "a backward before the last of a step was to be reduced by itself, and reproducible_across_ranks "
                 "reduces the sum of all; put every backward of a step but the last inside no_sync"

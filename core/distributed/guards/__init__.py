@@ -1,8 +1,7 @@
 """What a wrapper guarantees, one small object for each guarantee.
 
 guard               the moments at which a wrapper asks its guards
-unfit_models        models that no wrapper, or that FSDP2, cannot train as the plain module would
-wrapped_models      models that are wrapped or sharded already
+unfit_models        models that no wrapper, or that FSDP2, cannot train as the plain module would, and wrapped ones
 different_models    ranks of a group that wrap different models, or one model with different settings
 changed_models      parameters that were moved, replaced, added or resized after wrapping, plain state dicts for shards
 gradients           the order of calls, gradients that are not finite, and those that an optimizer would not see
@@ -16,8 +15,14 @@ from .changed_models import ParametersStay, PlainStateDicts, SizesStay
 from .different_models import SameModelEverywhere
 from .gradients import FiniteGradients, OrderOfCalls, ReadableGradients, UnassignedGradients
 from .guard import Guard, PlainModel
-from .unfit_models import DenseOnOneDevice, ExpertsHaveRanks, FitForFsdp2, MemoryIsNotShared, ReproducibleModel
-from .wrapped_models import reject_wrapped
+from .unfit_models import (
+    DenseOnOneDevice,
+    ExpertsHaveRanks,
+    FitForFsdp2,
+    MemoryIsNotShared,
+    ReproducibleModel,
+    reject_wrapped,
+)
 
 __all__ = ["GUARDS", "Guard", "PlainModel", "reject_wrapped"]
 

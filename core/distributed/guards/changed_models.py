@@ -28,6 +28,7 @@ class ParametersStay(Guard):
 
     def before_reduction(self, engine: Engine) -> None:
         if engine.places and not self._is_checked_in_steps:
+            engine.parameters.settle()  # places are those of parameters that are not gathered
             self._check(engine)
 
     def on_failure(self, engine: Engine) -> None:
@@ -49,10 +50,10 @@ class ParametersStay(Guard):
         names = engine.names_of_parameters()  # a parameter may have several forms
         with without_waiting():
             params = dict(managed_parameters(engine.plan.root.modules[0]))
+            moved = [param for param, place in engine.places.items() if place != (param.data_ptr(), param.dtype)]
             names_in_model = {names.get(param) for param in params.values()}
             added = [name for name, param in params.items() if param.requires_grad and param not in names]
-            moved = [param for param, place in engine.places.items() if place != (param.data_ptr(), param.dtype)]
-        removed = [name for name in names.values() if name not in names_in_model]
+            removed = [name for name in names.values() if name not in names_in_model]
         if added or removed:
             change = "was replaced, added or made trainable" if added else "was removed, or tied to another,"
             raise WrapError(

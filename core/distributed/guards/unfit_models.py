@@ -1,4 +1,7 @@
-"""Guards of a model before it is changed: what no wrapper, or not FSDP2, can train as the plain module would."""
+"""Guards of a model before it is changed: what no wrapper, or not FSDP2, can train as the plain module would.
+
+`reject_wrapped` refuses models that are wrapped or sharded already, before a wrapper reads anything of them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.module_protocol import rank_dependence
 from ..distributed_data_parallel_config import EngineKind
+from ..fsdp2.shard_model import SHARDED_HERE
 from ..groups import is_expert_parameter, managed_parameters
 from .guard import Guard, PlainModel
 
@@ -100,30 +106,72 @@ class FitForFsdp2(Guard):
     def at_wrap(self, model: PlainModel) -> None:
         if model.engine is not EngineKind.FSDP2:
             return
-        module = model.module
-        for name, parameter in managed_parameters(module):
+        for name, parameter in managed_parameters(model.module):
+            problem = ""
             if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-                raise WrapError(f"parameter {name} is on a mesh of {parameter.device_mesh.ndim} axes already")
-            if parameter.dim() == 0:
-                raise WrapError(f"parameter {name} is a scalar, which cannot be sharded; give it the shape (1,)")
-            if parameter.grad is not None:
-                raise WrapError(
-                    f"parameter {name} has a .grad from before the model is wrapped, which FSDP2 drops; set it to "
-                    "None (zero_grad) before wrapping, or use DistributedDataParallel, which adds to it"
+                problem = f"is on a mesh of {parameter.device_mesh.ndim} axes already"
+            elif parameter.dim() == 0:
+                problem = "is a scalar, which cannot be sharded; give it the shape (1,)"
+            elif parameter.grad is not None:
+                problem = (
+                    "has a .grad from before the model is wrapped, which FSDP2 drops; set it to None (zero_grad) "
+                    "before wrapping, or use DistributedDataParallel, which adds to it"
                 )
-            if parameter.numel() == 0:
-                raise WrapError(
-                    f"parameter {name} has the shape {list(parameter.shape)}, without elements, which FSDP2 cannot "
-                    "gather; drop it, or use DistributedDataParallel"
+            elif parameter.numel() == 0:
+                problem = (
+                    f"has the shape {list(parameter.shape)}, without elements, which FSDP2 cannot gather; drop it, or "
+                    "use DistributedDataParallel"
                 )
-            if not parameter.is_contiguous():
-                raise WrapError(
-                    f"parameter {name} is not contiguous in memory, as FSDP2 needs it; assign "
-                    "parameter.data = parameter.data.contiguous() before wrapping, or use DistributedDataParallel"
+            elif not parameter.is_contiguous():
+                problem = (
+                    "is not contiguous in memory, as FSDP2 needs it; assign parameter.data = "
+                    "parameter.data.contiguous() before wrapping, or use DistributedDataParallel"
                 )
-        for name, submodule in module.named_modules():
+            if problem:
+                raise WrapError(f"parameter {name} {problem}")
+        for name, submodule in model.module.named_modules():
             if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
                 raise WrapError(
                     f"module {name or 'root'} has sparse gradients (sparse=True), which FSDP2 cannot reduce; use "
                     "sparse=False, or DistributedDataParallel"
                 )
+
+
+_TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
+
+
+def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()) -> None:
+    """Raises unless a model is plain: neither it nor a module in it is wrapped or sharded.
+
+    Args:
+        wrappers: classes that wrap a model, in addition to torch's.
+
+    Raises:
+        WrapError: names the module, who wrapped it, and what to do.
+    """
+    for name, submodule in module.named_modules():
+        kind = type(submodule).__name__.removeprefix("FSDP" if isinstance(submodule, FSDPModule) else "")
+        where = f"its module {name!r} ({kind})" if name else f"it ({kind})"
+        if isinstance(submodule, (*wrappers, *_TORCH_WRAPPERS)):
+            raise WrapError(
+                f"the model cannot be wrapped again: {where} is a data-parallel wrapper already; "
+                + ("wrap its .module" if not name else "wrap the whole model once, from plain modules")
+            )
+        if not isinstance(submodule, FSDPModule):
+            continue
+        if submodule in SHARDED_HERE:
+            raise WrapError(
+                f"the model cannot be sharded again: {where} is sharded already, by another wrapper of this library; "
+                "wrap the plain model once, and keep what wrap_model returned"
+            )
+        raise WrapError(
+            f"the model cannot be sharded again: {where} is sharded already, by a call of torch's fully_shard; drop "
+            "that call: the wrapper shards children before their parents by itself. Name the class "
+            f"{kind} in sub_modules_to_wrap, or in _fsdp_modules of the model, to make it a unit"
+        )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "has_buffer"):
+            raise WrapError(
+                f"parameter {name} is in the buffers of a wrapper already, a DistributedDataParallel of this "
+                "library; wrap the plain model once"
+            )

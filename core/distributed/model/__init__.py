@@ -1,6 +1,5 @@
-"""Checks and prepares a model before it is sharded, and puts hooks around its forwards.
+"""Prepares a model before it is sharded, and puts hooks around its forwards.
 
-unfit_models           rejects models that no wrapper takes, wrapped or changed ones, and ranks with different models
 forward_hooks          what a wrapper does around forwards and other methods, and what backward reads of a freed unit
 initial_values         makes the values of all ranks equal, and keeps attributes of parameters that torch replaces
 offloaded_activations  keeps activations of units in host memory until backward is near

@@ -103,6 +103,8 @@ class SavedTensors:
         def unpack(packed: Any) -> Any:
             return unpack_around(packed[0]) if type(packed) is tuple else packed()
 
+        # Torch's context manager, in two halves: a forward begins and ends in two hooks of its module. Hooks of torch
+        # do not chain by themselves, only the innermost are called: hence `around`.
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._num_running += 1
 
@@ -146,6 +148,7 @@ class SavedWeights(SavedTensors):
     def begin(self) -> None:
         """Begins a forward of the unit, which is gathered."""
         self._index_of = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(self._memory())}
+        # A view holds its storage, not the parameter: only torch's count of the storage tells that one lives.
         for storage in self._index_of:
             uses = torch._C._storage_Use_Count(storage)
             self._least_uses[storage] = min(uses, self._least_uses.get(storage, uses))
@@ -186,7 +189,7 @@ class _SavedView:
     __slots__ = ("dtype", "index", "mesh", "owner", "place")
 
     def __init__(self, owner: SavedWeights, index: int, tensor: Tensor, local: Tensor) -> None:
-        # All fixed: the place of the weight stays, whichever memory its unit is gathered into next.
+        # The place of the weight stays, whichever memory its unit is gathered into next.
         self.owner, self.index, self.dtype = owner, index, local.dtype
         self.place = local.shape, local.stride(), local.storage_offset()
         self.mesh: Any = None

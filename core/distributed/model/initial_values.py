@@ -1,4 +1,4 @@
-"""Gives a wrapped model equal initial values on all ranks: those of the first rank, or values drawn from its seeds.
+"""Gives a wrapped model equal initial values on all ranks: values of the first rank, or drawn from its seeds.
 
     start = InitialValues(module, groups)
     start.equalize()                        # before sharding: broadcasts tensors that every rank has
@@ -33,7 +33,7 @@ from ..groups import DataParallelGroups, managed_parameters
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors, in place, with those of the group's first rank. The order must be the same on all ranks.
+    """Overwrites tensors, in place, with the values of the group's first rank. The order is the same on all ranks.
 
     Sends the local shard of a DTensor: ranks of the group must have the same shard. Skips tensors on the meta device.
     Copies a tensor on another device to the one that this process computes on, so that all ranks send from the same
@@ -51,7 +51,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Overwrites persistent buffers with those of the group's first rank, by one collective for each dtype."""
+    """Overwrites persistent buffers with the values of the group's first rank, by one collective for each dtype."""
     if group.size() == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
@@ -67,7 +67,7 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
-    """Replaces every module's `init_seed` by that of the group's first rank. Returns the model's."""
+    """Replaces every module's `init_seed` by the first rank's of the group. Returns the model's seed."""
     owners = [owner for owner in module.modules() if isinstance(getattr(owner, "init_seed", None), int)]
     seeds = [root_seed(module), *(owner.init_seed for owner in owners)]
     message = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())
@@ -89,17 +89,15 @@ class InitialValues:
     """
 
     def __init__(self, module: nn.Module, groups: DataParallelGroups, *, from_first_rank: bool = True) -> None:
-        # All fixed.
         self._module, self._group, self._tp_group = module, groups.whole, groups.model.tp
         self._follows_first = from_first_rank and groups.whole.size() > 1
         tensors = _named_tensors(module)
-        # The ranks that have each tensor, by name; fixed.
+        # The ranks that have each tensor, by name.
         self._group_of = {name: groups.of(tensor).whole for name, tensor in tensors.items()}
         flags = [(name, tensor.is_meta, tensor.is_meta) for name, tensor in tensors.items()]
         if self._follows_first:
             flags = [flag for group in dict.fromkeys(self._group_of.values()) for flag in self._agree(tensors, group)]
-        # Names of tensors that each rank draws from seeds, and names of tensors that it receives from the first rank;
-        # fixed.
+        # Names of tensors that each rank draws from seeds, and names of tensors that it receives from the first rank.
         self._drawn_names = [name for name, first, _ in flags if first]
         self._received_names = [name for name, first, anywhere in flags if anywhere and not first]
         names_in_memory = [name for name, _, anywhere in flags if not anywhere]
@@ -115,7 +113,7 @@ class InitialValues:
                 f"{sharded[0]} is a DTensor on the first rank and on the meta device elsewhere; start all ranks on "
                 "meta, and load the values by core.dist_checkpointing.load_model_state_dict"
             )
-        # Shapes and dtypes before the model is sharded, to receive whole tensors into; fixed.
+        # Shapes and dtypes before the model is sharded, to receive whole tensors into.
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def equalize(self) -> None:

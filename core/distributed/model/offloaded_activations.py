@@ -39,38 +39,28 @@ def offload_activations(transforms: Iterable[UnitTransform]) -> None:
     for transform in transforms:
         if transform.offloads:
             for module in transform.modules:
-                _Offload(module, order)
+                _offload(module, order)
 
 
 class _Order:
     """The forwards of a model's units in the order in which they began, on the thread that runs them."""
 
     def __init__(self) -> None:
-        # The forward that began last. `_Offload` sets it. Its graph may be gone by now.
+        # The forward that began last. `_offload` sets it. Its graph may be gone by now.
         self.last: weakref.ref[_Forward] | None = None
         # The side stream of the copies; None until the first one on a GPU makes it, for the model's life.
         self.stream: streams.Stream | None = None
 
 
-class _Offload:
-    """Hooks around the forwards of one module."""
+def _offload(module: nn.Module, order: _Order) -> None:
+    """Puts hooks around the forwards of one module."""
+    saved = SavedTensors()
 
-    def __init__(self, module: nn.Module, order: _Order) -> None:
-        self._module, self._order, self._saved = module, order, SavedTensors()
-        module.register_forward_pre_hook(WrapperHook(self._begin), prepend=True)
-        module.register_forward_hook(WrapperHook(self._end), always_call=True)
+    def begin(*unused: Any) -> None:
+        saved.begin_with(_Forward(module, order).place if torch.is_grad_enabled() else lambda tensor: None)
 
-    def _begin(self, *unused: Any) -> None:
-        self._saved.begin_with(
-            _Forward(self._module, self._order).place if torch.is_grad_enabled() else _place_nothing
-        )
-
-    def _end(self, *unused: Any) -> None:
-        self._saved.end()
-
-
-def _place_nothing(tensor: Tensor) -> None:
-    """Leaves a tensor of a forward without gradients, in which autograd saves none."""
+    module.register_forward_pre_hook(WrapperHook(begin), prepend=True)
+    module.register_forward_hook(WrapperHook(lambda *unused: saved.end()), always_call=True)
 
 
 class _Forward:
@@ -81,7 +71,7 @@ class _Forward:
         self._order = order
         # The forward before it, whose activations backward needs next. Fixed.
         self._before, order.last = order.last, weakref.ref(self)
-        # Storages of weights and buffers, which stay where they are; fixed.
+        # Storages of weights and buffers, which stay where they are.
         plain = (tensor for tensor in (*module.parameters(), *module.buffers()) if _is_plain(tensor.data))
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in plain}
         # What was saved, by place in memory and version: a tensor that two operations save is copied once. `place`
@@ -100,7 +90,9 @@ class _Forward:
         alive, copy = self._host_copies.get(key, (None, None))
         saved = copy() if alive is not None and copy is not None and not alive.expired() else None
         if saved is None:
-            saved = _OnHost(self, memory, self._stream_for(tensor))
+            if self._order.stream is None and streams.is_asynchronous(tensor.device):
+                self._order.stream = streams.Stream(tensor.device)
+            saved = _OnHost(self, memory, self._order.stream)
             self._host_copies[key] = StorageWeakRef(storage), weakref.ref(saved)
         saved.num_readers += 1
         return partial(saved.read, tensor.size(), tensor.stride())
@@ -119,17 +111,12 @@ class _Forward:
         if before is not None:
             before.begin_return()
 
-    def _stream_for(self, tensor: Tensor) -> streams.Stream | None:
-        if streams.is_asynchronous(tensor.device) and self._order.stream is None:
-            self._order.stream = streams.Stream(tensor.device)
-        return self._order.stream
-
 
 class _OnHost:
     """The memory of saved tensors, `[n]`, in host memory."""
 
     def __init__(self, forward: _Forward, tensor: Tensor, stream: streams.Stream | None) -> None:
-        self._forward, self._device, self._stream = forward, tensor.device, stream  # fixed
+        self._forward, self._device, self._stream = forward, tensor.device, stream
         # Number of saved tensors in this memory. `_Forward.place` counts.
         self.num_readers = 0
         # Those that have not read the current copy on the device. `_copy_back` sets it, `read` lowers it.
@@ -137,7 +124,7 @@ class _OnHost:
         # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
         # `read` set it, the last reader clears it: a backward through a kept graph copies again.
         self._device_copy: tuple[Tensor, streams.Event | None] | None = None
-        self._host = _host_memory(tensor, is_pinned=stream is not None)  # fixed once it is copied
+        self._host = _host_memory(tensor, is_pinned=stream is not None)
         if stream is None:
             self._host.copy_(tensor)
             return
@@ -204,5 +191,5 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor has one storage: sparse ones have several, and those of other backends none."""
+    """Returns whether a tensor has one storage: sparse ones have several, and tensors of other backends none."""
     return type(tensor) is Tensor and tensor.layout == torch.strided

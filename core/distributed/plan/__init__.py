@@ -1,12 +1,10 @@
 """The plan of a model: decides everything that a wrapper will do to it, before the model is changed.
 
-values     the plan itself: the fields of every plan, its bytes and its traffic
-parts      its units, their pieces and parameters
+values     the plan itself: the fields of every plan, and its traffic
+parts      units, their pieces and parameters, and bytes of these
 make_plan  plans a model, on flat buffers or on FSDP2: what each unit keeps, gathers and sends
-settings   the settings as resolved, `plan.settings`, which engines read
-contradictions  settings that an engine refuses, and those that exclude each other
-precision  the dtypes of computation, reduction and outputs
-pieces     which parameters of a unit travel together, their names, and their places in flat buffers
+settings   the settings as resolved, `plan.settings`, which engines read, and what is refused
+pieces     dtypes, which parameters of a unit travel together, and their places in flat buffers
 units      which modules are gathered together, and which are recomputed or compiled
 layout     where parameters are in a bucket, and where ranks cut it
 

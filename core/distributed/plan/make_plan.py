@@ -47,8 +47,7 @@ def plan_model(
     Args:
         module: the model, on any device, the meta device too; it is only read.
         config: the model's, any object; ``bf16``, ``calculate_per_token_loss`` and the like are read where present.
-        unit_classes: of the units, as of `find_units`. Where parameters stay whole these are only recomputed or
-            compiled. None means `default_units` of the model.
+        unit_classes: of the units, as of `find_units`. None means `default_units` of the model.
         engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
         disable_bucketing: reduce each buffer of whole gradients in one piece; the bucket size is ignored.
@@ -68,9 +67,9 @@ def plan_model(
         blocks: Sequence[UnitPlan] = units[:-1]
     else:
         units = _plan_buckets(module, own, settings, groups, disable_bucketing)
-        # Gradients travel by bucket: modules are looked for only where they are recomputed or compiled.
-        classes = default_units(module) if choices is None else choices
-        blocks = find_units(module, classes, splits_dtypes=False) if own.transforms_units else ()
+        blocks = ()
+        if own.transforms_units:  # modules are only recomputed or compiled: gradients travel by bucket
+            blocks = find_units(module, default_units(module) if choices is None else choices, splits_dtypes=False)
     check_contradictions(config, own, groups, [piece for unit in units for piece in unit.pieces])
     transforms = plan_transforms(blocks, own)
     if engine is EngineKind.FSDP2:
@@ -217,7 +216,7 @@ def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: 
 def _keep_in_slots(
     units: Sequence[UnitPlan], ddp_config: FullyShardedDataParallelConfig, num_shards: int, *, is_cast: bool
 ) -> Iterator[UnitPlan]:
-    """Decides which memory units of flat buffers are gathered into, and how long it keeps them.
+    """Decides which memory units of flat buffers are gathered into, and how long that memory keeps each unit.
 
     Units of one size that are freed share a few slots in turn: one in use, and one for each unit that is prefetched.
     Where this rank has all of a unit, in one dtype and place, its parameters are views of the shards themselves.

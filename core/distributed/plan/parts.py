@@ -217,7 +217,7 @@ class UnitPlan:
 
     @property
     def kind(self) -> ParameterKind:
-        """The kind of its parameters, ``dense`` if they are of several."""
+        """The kind of the unit's parameters, ``dense`` if the unit has several."""
         kinds = {piece.kind for piece in self.pieces}
         return kinds.pop() if len(kinds) == 1 else "dense"
 

@@ -258,7 +258,6 @@ def plan_transforms(units: Sequence[UnitPlan], ddp_config: DistributedDataParall
             offloads=ddp_config.offload_activations and unit is not layers[-1],
         )
         for unit in layers
-        if recomputes or ddp_config.compile_units or ddp_config.offload_activations
     )
 
 

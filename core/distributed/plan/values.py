@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def buffers(self) -> tuple[tuple[PiecePlan, ...], ...]:
-        """The pieces of each flat buffer, its buckets, in the order of their places."""
+        """The pieces of each flat buffer, in the order of their places. They are the buffer's buckets."""
         buffers: dict[int, list[PiecePlan]] = defaultdict(list)
         for piece in self._pieces():
             if piece.bucket is not None:
@@ -68,8 +68,9 @@ class Plan:
 
     @property
     def reduction_order(self) -> tuple[tuple[int, int], ...]:
-        """Buffer and bucket, in the order in which backward should finish buckets: by their first parameter, the last
-        first. It is equal on all ranks."""
+        """Buffer and bucket, in the order in which backward should finish buckets, which is equal on all ranks.
+
+        The bucket whose first parameter comes last in the model is the first."""
         trained = [piece for piece in self._pieces() if piece.is_trained]
         return tuple(p.bucket for p in sorted(trained, key=lambda p: -p.place) if p.bucket is not None)
 

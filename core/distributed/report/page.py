@@ -64,7 +64,7 @@ def _memory_of(unit: UnitFacts) -> dict[str, Memory]:
 
 
 def _bars(unit: UnitFacts, most: int) -> str:
-    """Draws a unit's memory, in proportion to that of the unit with the most."""
+    """Draws a unit's memory, in proportion to the unit with the most."""
     return "".join(
         f'<div class="bar {style} {_colour(memory)}" style="width: {100 * memory.nbytes / most:.1f}%" '
         f'title="{style}: {amount(memory)}"></div>'

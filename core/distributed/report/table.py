@@ -31,7 +31,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Parameters of one collective. Sizes are those of this rank, after the tensor-parallel split, with padding."""
+    """Parameters of one collective. Sizes are this rank's, after the tensor-parallel split, with padding."""
 
     name: str
     """Names of its modules below the model, joined by " + ". Empty for the root unit."""
@@ -198,7 +198,7 @@ def _run_name(units: Sequence[UnitFacts]) -> str:
 
 
 def cells(unit: UnitFacts, name: str) -> tuple[str, ...]:
-    """Returns a row of the table, in the order of `COLUMNS`. Numbers are those of one unit of a run."""
+    """Returns a row of the table, in the order of `COLUMNS`. Numbers are of one unit of a run."""
     return (
         name,
         unit.kind,
@@ -225,7 +225,7 @@ def as_text(facts: ModelFacts) -> str:
 
 
 def _fit(widths: dict[str, int]) -> dict[str, int]:
-    """Narrows the column of contents, then that of names, until a line fits."""
+    """Narrows the column of contents, then the column of names, until a line fits."""
     fitted = dict(widths)
     excess = sum(fitted.values()) + 2 * (len(fitted) - 1) - WIDTH
     for column, narrowest in _NARROWEST_COLUMNS.items():

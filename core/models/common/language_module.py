@@ -39,8 +39,7 @@ class LanguageModule(MegatronModule):
         A token with label -100 has loss zero.
         """
         labels = labels.transpose(0, 1).contiguous()
-        loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
-        return batch_first(loss)
+        return batch_first(tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group))
 
 
 class LinearCrossEntropyModule(ColumnParallelLinear):

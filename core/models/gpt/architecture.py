@@ -42,8 +42,8 @@ TRANSFORMER_FIELDS = (
 """Fields of `TransformerConfig` that decide what the model computes, but for experts."""
 
 EXPERT_FIELDS = ("num_moe_experts", *ARCHITECTURE_OF_EXPERTS)
-"""The same of experts. A limit of their tokens (`moe_expert_capacity_factor`) is a setting of a run: files of other
-projects have none."""
+"""Fields of `TransformerConfig` about experts. A limit of their tokens (`moe_expert_capacity_factor`) is a setting of
+a run: files of other projects have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,7 @@ def gpt_of(model: nn.Module | Sequence[nn.Module]) -> GPTModel:
         CheckpointError: there is none.
     """
     model = model if isinstance(model, nn.Module) else model[0]
-    gpt = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
-    if gpt is None:
+    if (gpt := next((module for module in model.modules() if isinstance(module, GPTModel)), None)) is None:
         raise CheckpointError(f"{type(model).__name__} holds no GPTModel, and only GPTs are translated; give one")
     return gpt
 
@@ -172,8 +171,7 @@ def _check_layers(model: GPTModel) -> None:
         if not as_described:
             raise CheckpointError(
                 f"layer {number} of the model was built by a transformer_layer_spec, and is not what its config says "
-                f"(normalization {config.normalization!r}, qk_layernorm {config.qk_layernorm}); only models that the "
-                "config describes are translated"
+                f"(normalization {config.normalization!r}, qk_layernorm {config.qk_layernorm}); only those are read"
             )
 
 

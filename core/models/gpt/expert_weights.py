@@ -162,7 +162,7 @@ def dense_architecture(a: Architecture, granularity: int = 1) -> Architecture:
 def upcycle_recipes(
     a: Architecture, recipes: Iterable[Recipe], targets: Mapping[str, torch.Tensor], granularity: int = 1
 ) -> tuple[list[Recipe], dict[str, torch.Tensor]]:
-    """Returns the recipes of a model with experts from those of its dense model, and the tensors that they fill.
+    """Returns the recipes of a model with experts, made from its dense model's recipes, and the tensors to fill.
 
     Args:
         targets: tensors of the model with experts; its routers are left out of the result.

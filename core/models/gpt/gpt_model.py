@@ -19,7 +19,7 @@ from ...tensor_parallel.groups import check_degrees
 from ...tensor_parallel.initialization import deferred_initialization, mark_parameter
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from ...transformer.moe.load_balancing import ForwardNote, add_pending, begin_forward, keep, take_all_pending
+from ...transformer.moe.load_balancing import ForwardNote, add_pending, begin_forward, keep, pop_balance_losses
 from ...transformer.pipeline_stages import pipeline_stage
 from ...transformer.sequences import PackedDocuments, own_positions
 from ...transformer.spec_utils import Builder, ModuleSpec
@@ -119,7 +119,7 @@ class GPTModel(LanguageModule):
         self.rotary_percent = config.rotary_percent if rotary_percent is None else rotary_percent
         self.rotary_base = config.rotary_base if rotary_base is None else float(rotary_base)
         with deferred_initialization():
-            self._make_layers(config, transformer_layer_spec, vp_stage)
+            self._make_layers(transformer_layer_spec)
         if share_embeddings_and_output_weights and self.embedding is not None:
             mark_parameter(self.embedding.word_embeddings, shared_embedding=True)
             if not pre_process:
@@ -127,23 +127,17 @@ class GPTModel(LanguageModule):
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
 
-    def _make_layers(
-        self,
-        config: TransformerConfig,
-        spec: TransformerBlockSubmodules | ModuleSpec | Builder | None,
-        vp_stage: int | None,
-    ) -> None:
-        self.embedding = None
+    def _make_layers(self, spec: TransformerBlockSubmodules | ModuleSpec | Builder | None) -> None:
+        config, self.embedding = self.config, None
         if self.pre_process or (self.post_process and self.share_embeddings_and_output_weights):
             positions = self.position_embedding_type if self.pre_process else "rope"  # the last stage embeds nothing
             self.embedding = LanguageModelEmbedding(config, self.vocab_size, self.max_sequence_length, positions)
         self.rotary_pos_emb = None
         if self.position_embedding_type == "rope":
-            self.rotary_pos_emb = RotaryEmbedding(
-                config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base
-            )
+            percent, base = self.rotary_percent, self.rotary_base
+            self.rotary_pos_emb = RotaryEmbedding(config.kv_channels, percent, rotary_base=base)
         self.decoder = TransformerBlock(
-            config, spec, pre_process=self.pre_process, post_process=self.post_process, vp_stage=vp_stage
+            config, spec, pre_process=self.pre_process, post_process=self.post_process, vp_stage=self.vp_stage
         )
         self.output_layer = None
         if self.post_process:
@@ -252,7 +246,7 @@ class GPTModel(LanguageModule):
     def _with_expert_losses(self, losses: Tensor, labels: Tensor) -> Tensor:
         if self.config.num_moe_experts is None or not torch.is_grad_enabled():
             return losses
-        return add_pending(losses, take_all_pending(self.decoder), labels != IGNORE_INDEX)
+        return add_pending(losses, pop_balance_losses(self.decoder), labels != IGNORE_INDEX)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.
@@ -265,7 +259,7 @@ class GPTModel(LanguageModule):
 
 
 def _stage_seed(config: TransformerConfig, vp_stage: int | None) -> int:
-    """Draws the seed of all initial values: one for all stages, that of the first rank of the pipeline."""
+    """Draws the seed of all initial values: one for all stages, drawn on the first rank of the pipeline."""
     if config.pipeline_model_parallel_size == 1:
         return draw_init_seed()
     before = torch.get_rng_state()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ...base.errors import CheckpointError, ConfigError
 from ...base.files import brief
@@ -20,7 +20,6 @@ _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
 
 _LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
-_NORMS_HEADS = ("qwen3", "qwen3_moe")
 """Layouts that norm queries and keys in any case."""
 _ACTIVATIONS: dict[str, str] = HF_TABLES["activations"]
 _THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}  # the first of several
@@ -88,59 +87,41 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         CheckpointError: it is another kind of model, or has settings that no model here has; names all of them.
     """
     layout = layout_of(config)
+    known, is_gpt2 = HF_LAYOUTS[layout], layout == "gpt2"
     problems = [
         f"{name} {brief(config[name])}"
-        for name, values in HF_LAYOUTS[layout]["takes"].items()
+        for name, values in known["takes"].items()
         if name in config and config[name] not in values
     ]
     if config.get("quantization_config"):
         problems.append("quantization_config")
-    get = _Reader(config)
-    fields: dict[str, Any]
-    if layout == "gpt2":
-        hidden, heads = get.size("n_embd", default=768), get.size("n_head", default=12)
-        fields = {
-            "num_layers": get.size("n_layer", default=12, most=_MOST_LAYERS),
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_query_groups": heads,
-            "kv_channels": hidden // heads,
-            "ffn_hidden_size": get.size("n_inner", default=4 * hidden),
-            "layernorm_epsilon": get.number("layer_norm_epsilon", 1e-5),
-            "normalization": "LayerNorm",
-            "add_bias_linear": True,
-        }
-        activation, positions = get("activation_function", "gelu_new"), get.size("n_positions", default=1024)
-        vocab_size, ties_embeddings = get.size("vocab_size", default=50257), get("tie_word_embeddings", True)
-    else:
-        heads, hidden = get.size("num_attention_heads"), get.size("hidden_size")
-        has_bias = bool(config.get("attention_bias", False)) if layout == "llama" else False
-        if layout == "llama" and has_bias != bool(config.get("mlp_bias", False)):
-            problems.append(f"attention_bias {has_bias} with mlp_bias {not has_bias}")
+    names = known["names"] if is_gpt2 else HF_TABLES["names_of_all_but_gpt2"]
+    theirs = {ours: name for name, ours in names.items()}
+    defaults = ({} if is_gpt2 else HF_TABLES["defaults_of_all_but_gpt2"]) | known.get("defaults", {})
+    get = _Reader(defaults | {name: value for name, value in config.items() if value is not None})
+    heads, hidden = get.size(theirs["num_attention_heads"]), get.size(theirs["hidden_size"])
+    num_layers = get.size(theirs["num_layers"], most=_MOST_LAYERS)
+    fields = {"num_layers": num_layers, "hidden_size": hidden, "num_attention_heads": heads, **known["fields"]}
+    sizes = {
+        "num_query_groups": heads,
+        "kv_channels": hidden // heads,
+        "ffn_hidden_size": 4 * hidden if is_gpt2 else None,
+    }
+    fields |= {name: get.size(theirs.get(name, name), default=default) for name, default in sizes.items()}
+    fields["layernorm_epsilon"] = get.number(theirs["layernorm_epsilon"])
+    if not is_gpt2:
+        flags = {name: ours for name, ours in known.get("names", {}).items() if ours != "rotary_percent"}
+        fields |= {ours: bool(config.get(name, False)) for name, ours in flags.items()}
+        if len({bool(config.get(name, False)) for name in flags}) > 1 and layout == "llama":  # one field here
+            problems.append(" with ".join(f"{name} {bool(config.get(name, False))}" for name in flags))
         rope, rope_problems = _rope(config, layout)
-        num_layers = get.size("num_hidden_layers", most=_MOST_LAYERS)
+        fields |= rope
         problems += rope_problems
-        fields = {
-            "num_layers": num_layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_query_groups": get.size("num_key_value_heads", default=heads),
-            "kv_channels": get.size("head_dim", default=128 if layout == "qwen3" else hidden // heads),
-            "ffn_hidden_size": get.size("intermediate_size"),
-            "layernorm_epsilon": get.number("rms_norm_eps", 1e-5 if layout in ("mixtral", "glm4_moe") else 1e-6),
-            "normalization": "RMSNorm",
-            "add_bias_linear": has_bias,
-            "gated_linear_unit": True,
-            "add_qkv_bias": layout == "qwen2" or (layout == "glm4_moe" and bool(get("attention_bias", False))),
-            "qk_layernorm": layout in _NORMS_HEADS or (layout == "glm4_moe" and bool(get("use_qk_norm", False))),
-            **rope,
-        }
-        if layout in LAYOUTS_WITH_EXPERTS:
-            of_experts, expert_problems = expert_fields(layout, get, num_layers)
-            fields |= of_experts
-            problems += expert_problems
-        activation, positions = get("hidden_act", "silu"), get.size("max_position_embeddings", default=2048)
-        vocab_size, ties_embeddings = get.size("vocab_size"), get("tie_word_embeddings", False)
+    if layout in LAYOUTS_WITH_EXPERTS:
+        of_experts, expert_problems = expert_fields(layout, get, num_layers)
+        fields |= of_experts
+        problems += expert_problems
+    activation = get("activation_function" if is_gpt2 else "hidden_act")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         problems.append(f"the activation {brief(activation)}")
     if problems:
@@ -151,10 +132,10 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         raise CheckpointError(f"config.json describes a {layout} that no model here can be: {error}") from error
     return Architecture(
         transformer=model_fields(transformer),
-        vocab_size=vocab_size,
-        max_sequence_length=positions,
-        ties_embeddings=bool(ties_embeddings),
-        position_embedding_type="learned_absolute" if layout == "gpt2" else "rope",
+        vocab_size=get.size("vocab_size"),
+        max_sequence_length=get.size("n_positions" if is_gpt2 else "max_position_embeddings"),
+        ties_embeddings=bool(get("tie_word_embeddings")),
+        position_embedding_type="learned_absolute" if is_gpt2 else "rope",
     )
 
 
@@ -185,15 +166,14 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         CheckpointError: the kind is unknown.
     """
     model_type = config.get("model_type")
-    layouts: list[Layout] = [layout for layout in HF_LAYOUTS if layout == model_type]
     if model_type in _LATENT_ATTENTION:
         raise CheckpointError(
             f"model_type is {brief(model_type)}, whose multi-head latent attention (kv_lora_rank "
             f"{brief(config.get('kv_lora_rank'))}) no model here has; its router is that of a glm4_moe"
         )
-    if not layouts:
+    if model_type not in [*HF_LAYOUTS]:  # of any type
         raise CheckpointError(f"model_type is {brief(model_type)}; {', '.join(HF_LAYOUTS)} are known here")
-    return layouts[0]
+    return cast(Layout, model_type)
 
 
 def _inexpressible(layout: Layout, a: Architecture) -> list[str]:
@@ -236,7 +216,7 @@ class _Reader:
             raise CheckpointError(f"config.json has {name} {brief(value)}; it takes {least} to {most}")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise CheckpointError(f"config.json has {name} {brief(value)}; it takes a positive number")
@@ -244,7 +224,7 @@ class _Reader:
 
 
 def _rope(config: Mapping[str, Any], layout: Layout) -> tuple[dict[str, float], list[str]]:
-    """Returns the fields of the rotation, and the settings of it that models here do not support."""
+    """Returns the fields of rotary embeddings, and their settings that models here do not support."""
     tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]  # before transformers 5, since
     if not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f"config.json has {brief(tables)} for rope_scaling and rope_parameters, and no tables")

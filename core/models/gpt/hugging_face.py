@@ -187,8 +187,7 @@ def save_hugging_face(
     for wrapper in wrappers:
         if (engine := getattr(wrapper, "engine", None)) is not None:
             engine.parameters.settle()  # waits for the last update
-    stages = [gpt_of(wrapper) for wrapper in wrappers]
-    ours = stages_state_dict(stages)
+    ours = stages_state_dict([gpt_of(wrapper) for wrapper in wrappers])
     if any(map(is_adapter, ours)):
         raise CheckpointError(
             f"the model has LoRA adapters, which a {layout} has no place for; merge them first "

@@ -61,18 +61,20 @@ def load_megatron(
     process_group: ProcessGroup | None = None,
     upcycle: int = 0,
 ) -> None:
-    """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments are those of `load_hugging_face`.
+    """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments as for `load_hugging_face`.
 
     Raises:
         CheckpointError: on all ranks, before anything is written: there is no such checkpoint, it is of another model,
             or its index has entries that no description of tensors needs.
     """
     gpt, ranks = gpt_of(model), Ranks(process_group)
-    checkpoint = ranks.on_all(lambda: find_megatron(Path(folder)))
-    if checkpoint is None:
+    if (checkpoint := ranks.on_all(lambda: find_megatron(Path(folder)))) is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint of Megatron-LM's")
     index = ranks.on_all(lambda: read_index(checkpoint))
-    prefix = _prefix(index, checkpoint)
+    names = sorted((name for name in index.tensors if name.endswith(_WORDS)), key=len)  # before those of an optimizer
+    if not names:
+        raise CheckpointError(f"{checkpoint} has no {_WORDS}: it holds no GPT of Megatron-LM's")
+    prefix = names[0].removesuffix(_WORDS)
     ours, targets = architecture_of(gpt), targets or base_state_dict(gpt)
     recipes, everything = [*_recipes(dense_architecture(ours, upcycle) if upcycle else ours, index, prefix)], targets
     if upcycle:
@@ -80,13 +82,6 @@ def load_megatron(
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
     load_foreign(targets, recipes, index, checkpoint, ignored_names=others, process_group=process_group)
     group_routers(everything, upcycle, process_group)
-
-
-def _prefix(index: CheckpointIndex, folder: Path) -> str:
-    names = sorted((name for name in index.tensors if name.endswith(_WORDS)), key=len)  # before those of an optimizer
-    if not names:
-        raise CheckpointError(f"{folder} has no {_WORDS}: it holds no GPT of Megatron-LM's")
-    return names[0].removesuffix(_WORDS)
 
 
 def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[Recipe]:
@@ -114,7 +109,14 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
             yield source.plain(f"self_attention.linear_proj.{kind}", hidden)
             block, ffn = "mlp", a["ffn_hidden_size"]
             if a.has_experts(layer):
-                yield from _expert_recipes(source, a, kind)
+                experts, width = a["num_moe_experts"], a["moe_ffn_hidden_size"]
+                yield source.plain(f"mlp.router.{kind}", experts)
+                yield source.experts(f"linear_fc1.{kind}", width, experts, is_gated=a["gated_linear_unit"])
+                yield source.experts(f"linear_fc2.{kind}", hidden, experts)
+                if kind == "weight" and a["moe_router_enable_expert_bias"]:
+                    yield source.plain("mlp.router.expert_bias", experts)
+                if kind == "weight" and a["moe_shared_expert_gate"]:
+                    yield source.plain("mlp.shared_experts.gate_weight", 1)
                 block, ffn = "mlp.shared_experts", a["moe_shared_expert_intermediate_size"]
             if ffn:
                 yield source.plain(f"{block}.linear_fc2.{kind}", hidden)
@@ -127,18 +129,6 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
         yield _vocabulary("output_layer.weight", index, prefix)
 
 
-def _expert_recipes(source: _Layer, a: Architecture, kind: str) -> Iterator[Recipe]:
-    """Yields the recipes of a layer's router and experts, all their weights or all their biases."""
-    experts, ffn = a["num_moe_experts"], a["moe_ffn_hidden_size"]
-    yield source.plain(f"mlp.router.{kind}", experts)
-    yield source.experts(f"linear_fc1.{kind}", ffn, experts, is_gated=a["gated_linear_unit"])
-    yield source.experts(f"linear_fc2.{kind}", a["hidden_size"], experts)
-    if kind == "weight" and a["moe_router_enable_expert_bias"]:
-        yield source.plain("mlp.router.expert_bias", experts)
-    if kind == "weight" and a["moe_shared_expert_gate"]:
-        yield source.plain("mlp.shared_experts.gate_weight", 1)
-
-
 def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
     """Returns the recipe of a table padded to another multiple than ours: rows beyond theirs have no token."""
     entry = index.tensors.get(prefix + name)
@@ -146,7 +136,7 @@ def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
 
 
 class _Layer:
-    """Finds a layer's tensors, stacked with those of other layers or numbered."""
+    """Finds a layer's tensors, stacked with other layers' tensors or numbered."""
 
     def __init__(self, number: int, index: CheckpointIndex, prefix: str) -> None:
         self.number, self.index, self.prefix = number, index, prefix

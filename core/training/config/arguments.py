@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import torch
 
 from ...base.errors import ConfigError, import_extra
+from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ..launch.entry import environment_rank
 from . import build
 from .pretrain_config import PretrainConfig, section_types
@@ -120,8 +121,8 @@ def _collector(defaults: dict[str, Any]) -> Any:
 
     for name, (section, kind, text) in build.SHORTHANDS.items():
         add(name, section, kind, False if kind is bool else None, help=text)
-    common = section_types(use_torch_fsdp2=False)
-    for section, kind in section_types(use_torch_fsdp2=True).items():
+    common = section_types("no_shard")
+    for section, kind in section_types(FSDP2).items():
         # FSDP2 narrows some settings of every wrapper: the flag's help is that of the wider one.
         hints = get_type_hints(kind)
         texts = {**flag_documentation(kind), **flag_documentation(common[section])}

@@ -16,7 +16,8 @@ from ...base.errors import ConfigError, ParallelConfigError, raise_together
 from ...base.megatron_names import FOREIGN_FLAGS
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
-from .pretrain_config import DIVIDING_SIZES, PretrainConfig, division_violations, section_types
+from ...distributed.fully_sharded_data_parallel_config import FSDP2
+from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
@@ -27,87 +28,77 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
             Errors of several sections are one message, a line each.
     """
     settings = dict(values)
-    use_torch_fsdp2 = _chooses_fsdp2(settings)
-    if settings.pop("swiglu", False):
-        other = settings.get("activation_func", "silu")
-        if other != "silu":
-            raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
-        settings.update(gated_linear_unit=True, activation_func="silu")
-    if (ranks := settings.pop("reshard_to_ranks", None)) is not None:
-        if "reshard_after_forward" in settings:
-            raise ConfigError(f"reshard_to_ranks {ranks} and reshard_after_forward contradict each other; drop one")
-        settings["reshard_after_forward"] = ranks
-    if (of_stage := settings.pop("num_layers_per_virtual_pipeline_stage", None)) is not None:
-        settings["virtual_pipeline_model_parallel_size"] = _virtual_stages(settings, of_stage)
-    shares_keys, groups = settings.pop("group_query_attention", None), settings.get("num_query_groups")
-    if shares_keys and groups is None:
-        raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
-    if shares_keys is False and groups is not None:
-        raise ConfigError(f"group_query_attention is turned off and num_query_groups is {groups}; drop one")
-    types = section_types(use_torch_fsdp2, settings.get("data_parallel_sharding_strategy") or "no_shard")
-    _reject_settings_of_others(types["ddp"], settings)
+    strategy = settings.get("data_parallel_sharding_strategy") or "no_shard"
+    if settings.pop("use_torch_fsdp2", False):
+        if not shards_parameters(settings.get("data_parallel_sharding_strategy") or "optim_grads_params"):
+            raise ParallelConfigError(
+                "use_torch_fsdp2 shards parameters, gradients and optimizer state, but "
+                f"data_parallel_sharding_strategy is {strategy}; drop one of the two"
+            )
+        strategy = FSDP2
+    _expand_shorthands(settings)
+    types = section_types(strategy)
     unknown_names = sorted(settings.keys() - {name for kind in types.values() for name in _field_names(kind)})
+    for wrapper, needs in _OTHER_WRAPPERS.items():
+        if stray := [name for name in unknown_names if name in _field_names(wrapper)]:
+            raise ConfigError(f"{stray[0]} is a setting of {needs}, or drop it")
     if unknown_names:
         raise ConfigError(f"unknown settings: {', '.join(unknown_names)}")
     sections, violations = {}, list[ConfigError]()
     for section, kind in types.items():
         own = {name: settings[name] for name in _field_names(kind) if name in settings}
-        missing = [entry.name for entry in fields(kind) if is_required(entry) and entry.name not in own]
-        if missing:
+        if missing := [entry.name for entry in fields(kind) if is_required(entry) and entry.name not in own]:
             raise ConfigError(f"{missing[0]} is required; give it a value")
         try:
             sections[section] = kind(**own)
         except ConfigError as error:
             violations.append(error)
-    if "model" not in sections:
-        violations += _division_errors(types, settings)
+    if "model" not in sections:  # to be reported with the model's own errors
+        defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
+        violations += division_violations(defaults | settings)
     raise_together(violations)
     return PretrainConfig(**sections)
 
 
-def _virtual_stages(settings: Mapping[str, Any], layers: int) -> int:
-    """Returns the number of stages of each pipeline rank, from the layers of each."""
-    name = "num_layers_per_virtual_pipeline_stage"
-    if "virtual_pipeline_model_parallel_size" in settings:
-        raise ConfigError(f"{name} and num_virtual_stages_per_pipeline_rank are both given; drop one")
-    total, ranks = settings.get("num_layers", 0), settings.get("pipeline_model_parallel_size", 1)
-    if layers < 1 or total % (ranks * layers):
-        raise ParallelConfigError(
-            f"{name} {layers} x pipeline_model_parallel_size {ranks} does not divide num_layers {total}; change one "
-            "of them, or give num_virtual_stages_per_pipeline_rank"
-        )
-    return int(total // (ranks * layers))
+_OTHER_WRAPPERS = {
+    FullyShardedDataParallelConfig: (
+        "wrappers that shard parameters; add use_torch_fsdp2, or data_parallel_sharding_strategy optim_grads_params"
+    ),
+    TorchFullyShardedDataParallelConfig: "FSDP2 alone; add use_torch_fsdp2",
+}
+"""What to do to have the settings of a class of wrappers."""
 
 
-def _division_errors(types: Mapping[str, type], own_settings: Mapping[str, Any]) -> list[ParallelConfigError]:
-    """Returns errors for sizes outside of the transformer that its ranks do not divide, to report with its own."""
-    settings: dict[str, Any] = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
-    settings |= own_settings
-    return list(division_violations(settings)) if all(settings[name] >= 1 for name in DIVIDING_SIZES) else []
+def _expand_shorthands(settings: dict[str, Any]) -> None:
+    """Replaces shorthands by the settings that they mean.
 
-
-def _chooses_fsdp2(settings: dict[str, Any]) -> bool:
-    """Removes `use_torch_fsdp2` from `settings`, and returns it."""
-    is_fsdp2, strategy = bool(settings.pop("use_torch_fsdp2", None)), settings.get("data_parallel_sharding_strategy")
-    if is_fsdp2 and strategy is not None and not shards_parameters(strategy):
-        raise ParallelConfigError(
-            "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
-            f"{strategy}; drop one of the two"
-        )
-    return is_fsdp2
-
-
-def _reject_settings_of_others(kind: type, settings: Mapping[str, Any]) -> None:
-    """Raises on a setting of the wrapper that only other wrappers have."""
-    own, of_fsdp2 = _field_names(kind), _field_names(TorchFullyShardedDataParallelConfig)
-    stray = sorted((of_fsdp2 & settings.keys()) - own)
-    if stray and stray[0] in _field_names(FullyShardedDataParallelConfig):
+    Raises:
+        ConfigError: a shorthand and one of its settings, with another value.
+    """
+    meant: dict[str, dict[str, Any]] = {"swiglu": {}}
+    if settings.pop("swiglu", False):
+        settings["gated_linear_unit"] = True
+        meant["swiglu"] = {"activation_func": "silu"}
+    if (ranks := settings.pop("reshard_to_ranks", None)) is not None:
+        meant[f"reshard_to_ranks {ranks}"] = {"reshard_after_forward": ranks}
+    if (layers := settings.pop("num_layers_per_virtual_pipeline_stage", None)) is not None:
+        total, ranks = settings.get("num_layers", 0), settings.get("pipeline_model_parallel_size", 1)
+        name = f"num_layers_per_virtual_pipeline_stage {layers}"
+        if layers < 1 or total % (ranks * layers):
+            raise ParallelConfigError(
+                f"{name} x pipeline_model_parallel_size {ranks} does not divide num_layers {total}; change one of "
+                "them, or give num_virtual_stages_per_pipeline_rank"
+            )
+        meant[name] = {"virtual_pipeline_model_parallel_size": int(total // (ranks * layers))}
+    for shorthand, values in meant.items():
+        for name, value in values.items():
+            if settings.setdefault(name, value) != value:
+                raise ConfigError(f"{shorthand} and {name} {settings[name]} contradict each other; drop one")
+    shares_keys, groups = settings.pop("group_query_attention", None), settings.get("num_query_groups")
+    if shares_keys not in (None, groups is not None):
         raise ConfigError(
-            f"{stray[0]} is a setting of wrappers that shard parameters; add use_torch_fsdp2, or "
-            "data_parallel_sharding_strategy optim_grads_params, or drop it"
+            f"group_query_attention is turned {'on' if shares_keys else 'off'} and num_query_groups {groups}; drop one"
         )
-    if stray:
-        raise ConfigError(f"{stray[0]} is a setting of FSDP2 alone; add use_torch_fsdp2, or drop it")
 
 
 def is_required(entry: Field[Any]) -> bool:

@@ -20,8 +20,7 @@ from ...base.files import brief
 from ...base.micro_batch_tree import rank_counts
 from ...base.text import nearest_multiples
 from ...distributed import DistributedDataParallelConfig
-from ...distributed.distributed_data_parallel_config import EngineKind
-from ...distributed.fully_sharded_data_parallel_config import config_class
+from ...distributed.fully_sharded_data_parallel_config import FSDP2, config_class
 from ...num_microbatches_calculator import num_microbatches
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.groups import pad_vocab_size
@@ -29,6 +28,9 @@ from ...transformer.attention_backend import takes_pieces
 from ...transformer.pipeline_stages import check_rounds
 from ...transformer.transformer_config import TransformerConfig
 from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
+
+_STRATEGY = "data_parallel_sharding_strategy"
+_DEGREES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class PretrainConfig:
     @property
     def use_torch_fsdp2(self) -> bool:
         """Whether the model is wrapped in PyTorch's FSDP2."""
-        return self.ddp.engine is EngineKind.FSDP2
+        return self.ddp.strategy == FSDP2
 
     @property
     def max_sequence_length(self) -> int:
@@ -73,8 +75,12 @@ class PretrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the settings as JSON values, for the log and for checkpoints. :meth:`from_json` reverses it."""
-        sections = {section.name: _json_values(getattr(self, section.name)) for section in fields(self)}
-        return {"use_torch_fsdp2": self.use_torch_fsdp2, **sections}
+        values: dict[str, Any] = {"use_torch_fsdp2": self.use_torch_fsdp2}
+        for name in (entry.name for entry in fields(self)):
+            section = getattr(self, name)
+            own = (entry.name for entry in fields(section) if not entry.metadata.get("is_code"))
+            values[name] = {field_name: _json_value(getattr(section, field_name)) for field_name in own}
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PretrainConfig:
@@ -84,8 +90,12 @@ class PretrainConfig:
             ConfigError: a section or field is missing or unknown: it is from another version of this library.
         """
         try:
-            types = section_types(values["use_torch_fsdp2"], values["ddp"]["data_parallel_sharding_strategy"])
-            return cls(**{name: _from_json_values(kind, values[name]) for name, kind in types.items()})
+            types = section_types(FSDP2 if values["use_torch_fsdp2"] else values["ddp"][_STRATEGY])
+            sections = {}
+            for name, kind in types.items():
+                hints = get_type_hints(kind)
+                sections[name] = kind(**{key: _from_json_value(hints.get(key), v) for key, v in values[name].items()})
+            return cls(**sections)
         except ShardstackError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -94,9 +104,10 @@ class PretrainConfig:
             ) from error
 
 
-def section_types(use_torch_fsdp2: bool, sharding_strategy: str = "no_shard") -> dict[str, type]:
-    """Returns the dataclass of each section, in the order of `PretrainConfig`."""
-    return get_type_hints(PretrainConfig) | {"ddp": config_class(use_torch_fsdp2, sharding_strategy)}
+def section_types(strategy: str) -> dict[str, type]:
+    """Returns the dataclass of each section, in the order of `PretrainConfig`, of a run with a wrapper of
+    `STRATEGIES`."""
+    return get_type_hints(PretrainConfig) | {"ddp": config_class(strategy, _STRATEGY)}
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
@@ -112,10 +123,9 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
     model, data = config.model, config.data
     model_parallel = _model_parallel_size(model)
     if world_size % model_parallel:
+        product = " x ".join(f"{name} {getattr(model, name)}" for name in _DEGREES)
         yield ParallelConfigError(
-            f"{world_size} ranks do not divide into tensor_model_parallel_size {model.tensor_model_parallel_size} x "
-            f"context_parallel_size {model.context_parallel_size} x pipeline_model_parallel_size "
-            f"{model.pipeline_model_parallel_size} = {model_parallel}; start a multiple of {model_parallel} ranks"
+            f"{world_size} ranks do not divide into {product} = {model_parallel}; start a multiple of that"
         )
     else:
         yield from _replica_violations(config, world_size)
@@ -149,25 +159,22 @@ def _ranks_without_a_tree(config: PretrainConfig, world_size: int) -> ParallelCo
     )
 
 
-DIVIDING_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "seq_length", "make_vocab_size_divisible_by")
-"""Settings that `division_violations` divides, or divides by. They are positive."""
-
-
 def division_violations(settings: Mapping[str, Any]) -> Iterator[ParallelConfigError]:
     """Yields errors for sizes outside of the layers that a model's ranks do not divide: sequences, the vocabulary.
 
     Args:
         settings: the fields of the model's, the data's and GPT's sections, by name.
     """
-    tp, cp = settings["tensor_model_parallel_size"], settings["context_parallel_size"]
+    tp, cp, multiple = (settings[name] for name in (*_DEGREES[:2], "make_vocab_size_divisible_by"))
     seq_length, vocab_size = settings["seq_length"], settings["vocab_size"]
+    if min(tp, cp, multiple, seq_length) < 1:
+        return  # the sections refuse them
     cuts = sequence_multiple(tp, cp, settings["sequence_parallel"])
     if seq_length % cuts:
         yield ParallelConfigError(
             f"seq_length {seq_length} is split into {cuts} parts by context_parallel_size {cp} and sequence_parallel "
             f"{settings['sequence_parallel']}; take {nearest_multiples(seq_length, cuts)}"
         )
-    multiple = settings["make_vocab_size_divisible_by"]
     padded_size = multiple if vocab_size is None else pad_vocab_size(vocab_size, multiple)
     if padded_size % tp:
         what = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
@@ -203,7 +210,16 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
             "packed documents; write one of these, or drop reset_attention_mask"
         )
     if config.ddp.reproducible_across_ranks:
-        yield from _dependence_on_ranks(config)
+        if config.data.global_batch_size is None:
+            yield ConfigError(
+                "reproducible_across_ranks is set and global_batch_size is not, which is then one micro-batch a rank; "
+                "set global_batch_size"
+            )
+        if config.run.data_parallel_random_init:
+            yield ConfigError(
+                "reproducible_across_ranks seeds dropout by micro-batch and data_parallel_random_init by rank; drop "
+                "the latter"
+            )
     if config.model.pipeline_schedule == "ZBVZeroBubble" and not config.gpt.untie_embeddings_and_output_weights:
         yield ConfigError(
             "pipeline_parallel_schedule 'ZBVZeroBubble' puts the first and the last stage on one rank, where they "
@@ -211,19 +227,6 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
         )
     if config.optimizer.lr is None:
         yield ConfigError("lr is not set; give the peak learning rate")
-
-
-def _dependence_on_ranks(config: PretrainConfig) -> Iterator[ConfigError]:
-    if config.data.global_batch_size is None:
-        yield ConfigError(
-            "reproducible_across_ranks is set and global_batch_size is not, which is then one micro-batch a rank; set "
-            "global_batch_size"
-        )
-    if config.run.data_parallel_random_init:
-        yield ConfigError(
-            "reproducible_across_ranks seeds dropout by micro-batch and data_parallel_random_init by rank; drop the "
-            "latter"
-        )
 
 
 def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:
@@ -237,26 +240,13 @@ def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: in
 
 
 def _model_parallel_size(model: TransformerConfig) -> int:
-    return model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
-
-
-def _json_values(section: Any) -> dict[str, Any]:
-    return {
-        entry.name: _json_value(getattr(section, entry.name))
-        for entry in fields(section)
-        if not entry.metadata.get("is_code")
-    }
+    return math.prod(getattr(model, name) for name in _DEGREES)
 
 
 def _json_value(value: Any) -> Any:
     if isinstance(value, (Path, torch.dtype)):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _from_json_values(kind: type, values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(kind)
-    return kind(**{name: _from_json_value(hints.get(name), value) for name, value in values.items()})
 
 
 def _from_json_value(hint: Any, value: Any) -> Any:

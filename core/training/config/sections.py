@@ -58,8 +58,7 @@ class GPTConfig:
         check_range(self, "lora_alpha", over=0)
         if self.freeze:
             raise ConfigError(
-                f"lora_rank {self.lora_rank} freezes all but the adapters, and freeze {' '.join(self.freeze)} is "
-                "given; drop one"
+                f"lora_rank {self.lora_rank} freezes all else, and freeze {' '.join(self.freeze)} is given; drop one"
             )
 
 
@@ -185,7 +184,7 @@ class CheckpointConfig:
     """
 
     save: Path | None = None
-    """Folder of the run's checkpoints, log and loss curve. None: that of `load`. Without both nothing is written."""
+    """Folder of the run's checkpoints, log and loss curve. None: the folder of `load`, or nothing is written."""
 
     load: Path | None = None
     """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
@@ -224,8 +223,7 @@ class CheckpointConfig:
         check_range(self, "save_interval", "keep_last", "keep_every", "moe_upcycling_granularity", least=1)
         if self.moe_upcycling_granularity > 1 and not self.moe_use_upcycling:
             raise ConfigError(
-                f"moe_upcycling_granularity is {self.moe_upcycling_granularity} without moe_use_upcycling; set that "
-                "too, or drop it"
+                f"moe_upcycling_granularity is {self.moe_upcycling_granularity} without moe_use_upcycling; set both"
             )
         if self.moe_use_upcycling and self.pretrained_checkpoint is None:
             raise ConfigError(

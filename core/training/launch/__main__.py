@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
@@ -29,11 +28,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from ...base.errors import ConfigError
 from ...base.text import rank_list
 from ...rendezvous.environment import MOST_PORT
-from ...rendezvous.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, listen
+from ...rendezvous.job_secret import SECRET_FILE, is_loopback, job_secret, listen
 from .copies_folder import memory_for_copies
-from .entry import USER_ERROR_STATUS
+from .entry import USER_ERROR_STATUS, add_flags
 from .follower import Follower
-from .joining import POLICIES, Job, LostRankPolicy
+from .joining import Job, LostRankPolicy
 from .messages import MOST_RANKS, RUN_STARTED, STARTED_FORMAT
 from .processes import SignalCount, kill, open_standard_files, say
 from .supervisor import Supervisor, Worker
@@ -50,7 +49,7 @@ _DESCRIPTION = "Starts a program's ranks, on this machine and others."
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
+    """Runs the ranks to their end. Returns the exit status: 0, or the status of the first rank to fail."""
     options = _parse(arguments)
     if options.secret_file:
         os.environ[SECRET_FILE] = str(Path(options.secret_file).absolute())  # for the ranks too
@@ -72,33 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=_DESCRIPTION)
-    number = partial(parser.add_argument, type=int, default=0)
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks to start, 1 by default")
-    parser.add_argument("--nnodes", type=int, default=1, help="machines, each with a launcher; 1 by default")
-    number("--node-rank", help="number of this machine; 0, the default, decides")
-    parser.add_argument("--master-addr", default="127.0.0.1", help="where machine 0 is reached by the others")
-    parser.add_argument("--master-port", type=int, default=29500, help="its port, 29500 by default")
-    parser.add_argument(
-        "--run-id", default="", help="names the job on all machines; by default the scheduler's number"
-    )
-    parser.add_argument(
-        "--secret-file", help=f"has the secret that launchers of several machines share; otherwise {SECRET} does"
-    )
-    number("--max-restarts", help="how many times to start all ranks again after a failure; 0 by default")
-    parser.add_argument(
-        "--on-lost-rank",
-        choices=POLICIES,
-        default="restart",
-        help="when a rank dies or hangs: end all ranks, and start them again if --max-restarts allows; or keep the "
-        "others, and replace it; or keep the others, and go on with fewer. The last two need a program of generations",
-    )
-    parser.add_argument(
-        "--lost-rank-timeout",
-        type=float,
-        default=600.0,
-        help="seconds without a step after which a rank that holds up the others is killed; 600 by default",
-    )
-    number("--spare-processes", help="processes that wait to take the place of a lost rank; 0 by default")
+    add_flags(parser, Path(__file__).with_name("flags.json"))
     parser.add_argument("script", help="the program that each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
@@ -134,18 +107,16 @@ def run_ranks(
 ) -> int:
     """Runs ranks of this Python with a command line that begins with a script or ``-m module``.
 
+    Returns the exit status: 0, or the status of the first rank to fail.
+
     Args:
-        num_ranks: on this machine.
         max_restarts: how many times to start all ranks again after a failure, except for a user's mistake (status 2)
             and a signal to the launcher. Ranks see TORCHELASTIC_RESTART_COUNT, as under ``torchrun``.
         policy: how survivors of a lost rank go on in their processes. None: all ranks end.
-        num_nodes: machines; more than one with a policy alone.
+        num_ranks, num_nodes: ranks on this machine, and machines: several take a policy.
         node: number of this machine. Number 0 decides for all.
         address: where launchers of other machines reach that of number 0.
         run: names the job to the launchers of all its machines; empty takes the scheduler's number of it.
-
-    Returns:
-        the exit status: 0, or that of the first rank to fail.
 
     Raises:
         ConfigError: the machines do not find each other, are one, or have no secret in common.
@@ -169,12 +140,8 @@ def run_ranks(
                 if not supervisor.has_ranks:
                     reason = "no machine is left to run ranks"
                     break
-                environment = _common_environment(num_ranks, address[0]) | {
-                    "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-                    "TORCHELASTIC_RESTART_COUNT": str(restarts),
-                    "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-                    RUN_STARTED: supervisor.joining.started or start_text,
-                }
+                environment = _environment(num_ranks, address[0], restarts, max_restarts)
+                environment[RUN_STARTED] = supervisor.joining.started or start_text
                 status, reason = _run_once(supervisor, environment, signals)
                 if status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
                     break
@@ -238,15 +205,17 @@ def _first_failure(ranks: Sequence[Worker]) -> _Ended | None:
     first = min((worker for worker in ranks if worker.is_lost), key=lambda worker: worker.status, default=None)
     if first is None:
         return None
-    before = [worker.rank or 0 for worker in ranks if worker.has_ended and not worker.is_lost]
-    if before:
+    if before := [worker.rank or 0 for worker in ranks if worker.has_ended and not worker.is_lost]:
         return first.status, f"{first.why()}; {rank_list(before)} had ended with status 0 before"
     has_said = first.status > 0 and first.process.poll() != 0  # its traceback, or its line
     return first.status, "" if has_said else first.why()
 
 
-def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
+def _environment(num_ranks: int, host: str, restarts: int, max_restarts: int) -> dict[str, str]:
     common = {
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "MASTER_ADDR": host,
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),

@@ -1,4 +1,4 @@
-"""Makes a launcher's folder in memory for copies of its ranks' state, and removes those of launchers that were killed.
+"""Makes a launcher's folder in memory for copies of ranks' state, and removes the folders of killed launchers.
 
 Whoever holds the lock of a folder owns it: its launcher, or one that removes it. The lock ends with its holder. A
 launcher that makes a folder and one that sweeps cannot both have it, and the loser takes its hands off: a launcher

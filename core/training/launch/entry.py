@@ -8,10 +8,13 @@ one line.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +33,13 @@ CRASH_STATUS = 1
 USER_ERROR_STATUS = 2
 RUN_ERROR_STATUS = 3
 INTERRUPTED_STATUS = 130
+
+
+def add_flags(parser: ArgumentParser, table: Path) -> None:
+    """Adds the flags of a table: for each its type, default, help and choices, as `argparse` names them."""
+    types = {"int": int, "float": float, "str": str}
+    for name, options in json.loads(table.read_text("utf-8")).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=types[options.pop("type", "str")], **options)
 
 
 def environment_rank() -> int:
@@ -80,20 +90,24 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     try:
         set_launcher_variables()
         main(sys.argv[1:] if arguments is None else arguments)
-        _shut_down()
+        if dist.is_available() and dist.is_initialized():
+            barrier()  # no rank leaves while another one still needs it
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
         _say_that_it_ends()
     except SystemExit as end:
         if not end.code:
             _say_that_it_ends()
         raise
-    except (OutOfStepError, MemoryLimitError) as error:
-        _leave_after_crash(error)
-    except ShardstackError as error:
-        _leave(RUN_ERROR_STATUS if error.ended_run else USER_ERROR_STATUS, f"error: {one_line(error)}\n")
     except KeyboardInterrupt:
         _leave(INTERRUPTED_STATUS, "interrupted\n")
     except Exception as error:
-        _leave_after_crash(error)
+        if isinstance(error, ShardstackError) and not isinstance(error, (OutOfStepError, MemoryLimitError)):
+            _leave(RUN_ERROR_STATUS if error.ended_run else USER_ERROR_STATUS, f"error: {one_line(error)}\n")
+        else:
+            where = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
+            trace = "".join(traceback.format_exception(error))
+            _leave(CRASH_STATUS, f"\n{where}:\n{trace}", f"{where} stopped too: {one_line(error)[:200]}\n")
 
 
 def _say_that_it_ends() -> None:
@@ -104,20 +118,6 @@ def _say_that_it_ends() -> None:
 def one_line(error: BaseException) -> str:
     """Returns an error's message without line breaks, or the name of its type if it has none."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
-
-
-def _shut_down() -> None:
-    """Destroys the process group once every rank is done."""
-    if dist.is_available() and dist.is_initialized():
-        barrier()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def _leave_after_crash(error: Exception) -> None:
-    where = f"rank {_rank_in_reports()} of {os.environ.get('WORLD_SIZE', '1')}"
-    trace = "".join(traceback.format_exception(error))
-    _leave(CRASH_STATUS, f"\n{where}:\n{trace}", f"{where} stopped too: {one_line(error)[:200]}\n")
 
 
 def _leave(status: int, first_report: str, later_report: str = "") -> None:
@@ -134,11 +134,6 @@ def _leave(status: int, first_report: str, later_report: str = "") -> None:
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def _rank_in_reports() -> str:
-    """Returns the rank as the launcher set it, even if it is no number: the report may be about that."""
-    return os.environ.get("RANK", "0")
 
 
 def _speaks_for_all() -> bool:

@@ -13,7 +13,7 @@ from ...base.errors import ConfigError
 from ...rendezvous.job_secret import is_signed, signature
 from . import messages
 from .joining import JOIN_S, Job, signed_parts
-from .lines import HELLO_S, Events, Lines
+from .lines import HELLO_S, Connection, Events
 from .messages import Challenge, MessageError, Refused, Welcome
 from .nodes import ThisNode, machine_name
 from .processes import Process, SignalCount, kill, say
@@ -45,7 +45,9 @@ class Follower:
     ) -> None:
         self._address, self._signals, self._job = address, signals, job
         self._events = Events()
-        self._node = ThisNode(number, num_ranks, command, variables, self._events, self._pass_on)
+        self._node = ThisNode(
+            number, num_ranks, command, variables, self._events, lambda *said: self._first.send(messages.Said(*said))
+        )
         # How this launcher joins: `_meet` sets the nonce for each connection, `_do` the last generation that was
         # announced to a rank here, and `RUN_STARTED` of the last one that started here.
         self._hello = messages.Hello(
@@ -53,7 +55,7 @@ class Follower:
         )
         # The connection to the first launcher, or to what may be it, and what that has answered to the hello. `_meet`
         # and `_take_answer` set them.
-        self._first: Lines
+        self._first: Connection
         self._answer: Welcome | Refused | None = None
         # Ranks that have not ended, and the exit status, once the first launcher says that all is over. `_do` sets
         # both, and `_run` removes ranks.
@@ -79,12 +81,11 @@ class Follower:
                 limit_s, why = self._job.policy.limit_s, f" ({first.why})" if first.why else ""
                 say(
                     f"the launcher of node 0 at {self._address[0]}:{self._address[1]} was lost{why}, and all ranks "
-                    f"with it; waiting {limit_s:g} s for it to start again, to continue from the copies in memory "
-                    "(else from the checkpoint)"
+                    f"with it; waiting {limit_s:g} s for it to start again, to continue from copies or the checkpoint"
                 )
         return 128 + self._signals.number if self._status is None else self._status
 
-    def _find_first(self, limit_s: float) -> Lines | None:
+    def _find_first(self, limit_s: float) -> Connection | None:
         """Returns the connection to the first launcher once both know each other, or None after a signal.
 
         Raises:
@@ -108,11 +109,11 @@ class Follower:
             time.sleep(_POLL_S)
         return None
 
-    def _meet(self, connection: socket.socket) -> Lines:
+    def _meet(self, connection: socket.socket) -> Connection:
         """Says who this is, and waits for the answer. Returns the connection, which has ended if there is none."""
         self._answer, self._from_first = None, {}
         self._hello = replace(self._hello, nonce=secrets.token_hex(16))
-        self._first = first = Lines(connection, Challenge, self._take_challenge, HELLO_S)
+        self._first = first = Connection(connection, Challenge, self._take_challenge, HELLO_S)
         self._events.add(first)
         while not (self._answer or first.is_over or self._signals.count):
             self._events.wait(_POLL_S)
@@ -137,7 +138,7 @@ class Follower:
         else:
             raise MessageError("does not show that it knows the job's secret")
 
-    def _run(self, first: Lines) -> None:
+    def _run(self, first: Connection) -> None:
         """Runs ranks until all is over, the first launcher was lost, or a third signal came."""
         try:
             while not (self._status is not None or first.is_over or self._signals.count > 2):
@@ -181,6 +182,3 @@ class Follower:
                     self._processes[worker].send_signal(number)
             case _:
                 raise MessageError(f"is about worker {message.worker} out of turn")
-
-    def _pass_on(self, worker: int, message: messages.FromRank) -> None:
-        self._first.send(messages.Said(worker, message))

@@ -67,8 +67,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
         yield nullcontext(Generation())
         return
     if not _launcher:
-        connection = launcher_socket()
-        if connection is None:
+        if (connection := launcher_socket()) is None:
             raise ConfigError(
                 f"{COPIES_FOLDER} is set and {LAUNCHER_FD} is no socket to this process's launcher; start it with "
                 "core.training.launch, or unset both"
@@ -110,7 +109,7 @@ class _Launcher:
         self._is_inside = False
         # Sockets that were there before the block (device and inode), which stay open. `enter` sets it.
         self._kept: set[tuple[int, int]] = set()
-        # Whether the program has ended on all ranks; never cleared.
+        # Whether the program has ended on all ranks.
         self.is_over = False
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -122,7 +121,9 @@ class _Launcher:
     def enter(self) -> Generation:
         """Waits for a place in a generation, and takes it."""
         with self._news:
-            self._news.wait_for(self._has_place)
+            self._news.wait_for(
+                lambda: self._is_outdated() and self._announced is not None and self._announced.rank >= 0
+            )
             generation = self.current = self._announced
             self._kept = {identity for identity, _ in _connections()}
             self._is_inside = True
@@ -146,9 +147,6 @@ class _Launcher:
         """Says that the block has ended. From here on the thread closes nothing."""
         with self._news:
             self._is_inside = False
-
-    def _has_place(self) -> bool:
-        return self._announced is not None and self._announced is not self.current and self._announced.rank >= 0
 
     def _is_outdated(self) -> bool:
         return self._announced is not self.current
@@ -222,7 +220,10 @@ class _Block(AbstractContextManager[Generation]):
             if kind is None:
                 raise error
             return False
-        _drop(error)
+        cause: BaseException | None = error
+        while cause is not None:  # frees the tensors of the frames that it came through
+            traceback.clear_frames(cause.__traceback__)
+            cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
         wait_for_lanes()
         self._launcher.leave()
         parallel_state.destroy_model_parallel()
@@ -233,7 +234,7 @@ class _Block(AbstractContextManager[Generation]):
 
 
 def _sizes(generation: Generation, can_run: Callable[[int], object]) -> list[int]:
-    """Returns the numbers of ranks that a program can run on, up to those of the generation.
+    """Returns the numbers of ranks that a program can run on, up to the generation's number.
 
     Raises:
         ConfigError: the ranks shall go on with fewer, and no smaller number will do. Those that start again, after a
@@ -250,14 +251,6 @@ def _sizes(generation: Generation, can_run: Callable[[int], object]) -> list[int
             "replace, or settings that divide among fewer"
         )
     return sizes
-
-
-def _drop(error: BaseException) -> None:
-    """Frees what the frames of a failed block hold."""
-    failure: BaseException | None = error
-    while failure is not None:
-        traceback.clear_frames(failure.__traceback__)
-        failure.__traceback__, failure = None, failure.__cause__ or failure.__context__
 
 
 def _connections() -> Iterator[tuple[tuple[int, int], socket.socket]]:

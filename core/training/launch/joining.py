@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from ...base.errors import ConfigError
 from ...base.files import brief
 from ...rendezvous.job_secret import is_signed, signature
-from .lines import HELLO_S, Events, Lines
+from .lines import HELLO_S, Connection, Events
 from .messages import MOST_RANKS, Challenge, Hello, Refused, Welcome, encode
-from .nodes import OtherNode, Take, machine_name
+from .nodes import OnMessage, OtherNode, machine_name
 from .processes import SignalCount, say
 
 POLICIES = ("restart", "replace", "shrink")
@@ -83,10 +83,12 @@ class Joining:
         take: takes what their ranks say.
     """
 
-    def __init__(self, listener: socket.socket | None, num_nodes: int, job: Job, events: Events, take: Take) -> None:
+    def __init__(
+        self, listener: socket.socket | None, num_nodes: int, job: Job, events: Events, take: OnMessage
+    ) -> None:
         self._listener, self._num_nodes, self._job, self._events, self._take = listener, num_nodes, job, events, take
         # Connections that have not said who they are, the oldest first. `_accept` adds one, and drops those that are.
-        self._strangers: list[Lines] = []
+        self._strangers: list[Connection] = []
         # Machines by number, and their names; a lost one stays until it joins again.
         self._nodes: dict[int, OtherNode] = {}
         self._machines = {0: machine_name()}
@@ -95,7 +97,7 @@ class Joining:
         # Those that joined since `newcomers` was called last.
         self._newcomers: list[OtherNode] = []
         self.generation = -1
-        """The last generation that one of them knows, under a first launcher that was lost. `_join` sets it."""
+        """The last generation that a joined launcher knows, under a first launcher that was lost. `_join` sets it."""
         self.started = ""
         """`RUN_STARTED` of that launcher. `_join` sets it."""
         if listener is not None:
@@ -141,12 +143,12 @@ class Joining:
         if len(self._strangers) >= _MOST_STRANGERS:
             self._strangers.pop(0).end("others connected")
         challenge = secrets.token_hex(16)
-        lines = Lines(connection, Hello, lambda hello: self._join(lines, hello, challenge), HELLO_S)
+        lines = Connection(connection, Hello, lambda hello: self._join(lines, hello, challenge), HELLO_S)
         self._strangers.append(lines)
         self._events.add(lines)
         lines.send(Challenge(challenge))
 
-    def _join(self, lines: Lines, hello: Hello, challenge: str) -> None:
+    def _join(self, lines: Connection, hello: Hello, challenge: str) -> None:
         if not is_signed(hello.signature, self._job.secret, *signed_parts(hello, challenge)):
             refusal = "its secret is not that of the first launcher; give all launchers the same one"
             self._refuse(lines, hello, refusal, "")
@@ -164,7 +166,7 @@ class Joining:
         node = self._nodes[hello.node] = OtherNode(hello.node, hello.num_ranks, hello.launcher, lines, self._take)
         self._newcomers.append(node)
 
-    def _refuse(self, lines: Lines, hello: Hello, reason: str, signed: str) -> None:
+    def _refuse(self, lines: Connection, hello: Hello, reason: str, signed: str) -> None:
         lines.send(Refused(reason, signed))
         lines.end(reason)
         if reason not in self._refusals and len(self._refusals) < _MOST_STRANGERS:
@@ -185,8 +187,7 @@ class Joining:
             return f"it is of run {hello.run!r}, and the first launcher of run {self._job.run!r}; give each job a port"
         if hello.command != self._job.command:
             return "its program or the program's arguments differ from the first launcher's; give all the same"
-        same = [other for other, name in self._machines.items() if name == hello.machine and other != number]
-        if same:
+        if same := [other for other, name in self._machines.items() if name == hello.machine and other != number]:
             return (
                 f"nodes {same[0]} and {number} are one machine, which would lose both copies of a rank's state; start "
                 "one launcher a machine, with more --nproc-per-node"

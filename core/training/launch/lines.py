@@ -25,7 +25,7 @@ _MOST_BYTES, _READ_BYTES = 1 << 20, 1 << 16
 """Of a line, and of what a stranger says before it is known."""
 
 
-class Lines:
+class Connection:
     """One end of a socket on which messages come and go. Its callback takes them when `read` is called.
 
     Args:
@@ -122,7 +122,7 @@ class Lines:
 class Events(selectors.DefaultSelector):
     """Waits for lines of sockets, for those who connect, and for ends of processes."""
 
-    def add(self, lines: Lines) -> None:
+    def add(self, lines: Connection) -> None:
         self.register(lines.connection, selectors.EVENT_READ, lines)
 
     def add_listener(self, listener: socket.socket, accept: Callable[[], None]) -> None:
@@ -138,12 +138,12 @@ class Events(selectors.DefaultSelector):
             if key.data is None:  # a process has ended
                 self.unregister(key.fileobj)
                 os.close(key.fd)
-            elif isinstance(key.data, Lines):
+            elif isinstance(key.data, Connection):
                 key.data.read()
             else:
                 key.data()
         for key in list(self.get_map().values()):
-            if isinstance(key.data, Lines):
+            if isinstance(key.data, Connection):
                 key.data.look_at_time()
                 if key.data.is_over:
                     self.unregister(key.fileobj)

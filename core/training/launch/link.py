@@ -23,7 +23,11 @@ def launcher_socket() -> socket.socket | None:
     if process not in _sockets and number.isascii() and number.isdigit() and len(number) < 8:
         with suppress(OSError):  # the variable is that of a process above this one, whose files are not open here
             connection = socket.socket(fileno=os.dup(int(number)))
-            if connection.family == socket.AF_UNIX and _maker(connection) == os.getppid():
+            is_ours = connection.family == socket.AF_UNIX
+            if is_ours and sys.platform.startswith("linux"):  # where a socket knows the process that made it
+                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                is_ours = struct.unpack("3i", peer)[0] == os.getppid()
+            if is_ours:
                 _sockets[process] = connection  # the number stays open for what this process may become (`exec`)
             else:
                 connection.close()
@@ -32,14 +36,6 @@ def launcher_socket() -> socket.socket | None:
 
 def tell_launcher(message: FromRank) -> None:
     """Says something to the launcher, if there is one."""
-    connection = launcher_socket()
-    if connection is not None:
+    if (connection := launcher_socket()) is not None:
         with suppress(OSError):  # the launcher is gone, and this process ends with it
             connection.sendall(encode(message))
-
-
-def _maker(connection: socket.socket) -> int:
-    """Returns the process that has made both ends of a socket."""
-    if not sys.platform.startswith("linux"):
-        return os.getppid()
-    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])

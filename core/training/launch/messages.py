@@ -161,7 +161,7 @@ class Hello:
     node: Annotated[int, range(-(2**31), 2**31)]
     machine: str
     launcher: str
-    """Its own name, at random: one that joins again takes the place of what it was."""
+    """The launcher's random name: a launcher that joins again takes its own place."""
     num_ranks: Count
     policy: str
     generation: Number
@@ -178,7 +178,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The launcher is taken in. `signature` is that of its nonce."""
+    """The launcher is admitted. `signature` signs the launcher's nonce."""
 
     signature: str
 
@@ -216,7 +216,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send a signal to a worker's process. 9 ends what it has started too."""
+    """Send a signal to a worker's process. Signal 9 ends the process's children too."""
 
     worker: Count
     number: Annotated[int, range(1, 65)]

@@ -1,4 +1,4 @@
-"""Machines that run ranks: this one, and those of other launchers, which do as the first launcher says."""
+"""Machines that run ranks: this one, and the machines of other launchers, which obey the first launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .lines import Events, Lines
+from .lines import Connection, Events
 from .link import LAUNCHER_FD
 from .messages import End, Ended, FromOther, FromRank, MessageError, Said, Signal, Start, Tell, ToRank
 from .processes import KILL_S, LocalProcess, Process, say, start_rank
@@ -18,7 +18,7 @@ from .processes import KILL_S, LocalProcess, Process, say, start_rank
 MACHINE = "SHARDSTACK_MACHINE"
 """Environment variable: the name of this machine, in the place of the kernel's id of its boot."""
 
-Take = Callable[[int, Any], None]
+OnMessage = Callable[[int, Any], None]
 """Takes what a rank says (`messages.FromRank`), given the number of its worker."""
 
 _POLL_S = 0.2
@@ -47,12 +47,12 @@ class ThisNode:
         command: Sequence[str],
         variables: Mapping[str, str],
         events: Events,
-        take: Take,
+        take: OnMessage,
     ) -> None:
         self.number, self.num_ranks = number, num_ranks
         self._command, self._variables, self._events, self._take = command, variables, events, take
         # Of each worker; `start` adds it.
-        self._lines: dict[int, Lines] = {}
+        self._lines: dict[int, Connection] = {}
 
     def start(self, worker: int, place: int, environment: Mapping[str, str]) -> Process:
         """Starts the process of a worker, to be LOCAL_RANK `place`."""
@@ -60,7 +60,7 @@ class ThisNode:
         variables = {"RANK": str(place), "LOCAL_RANK": str(place), LAUNCHER_FD: str(theirs.fileno())}
         with theirs:
             process = start_rank(self._command, {**environment, **self._variables, **variables}, (theirs.fileno(),))
-        lines = self._lines[worker] = Lines(ours, FromRank, lambda message: self._take(worker, message))
+        lines = self._lines[worker] = Connection(ours, FromRank, lambda message: self._take(worker, message))
         self._events.add(lines)
         self._events.add_end(process)
         return _ThisProcess(process, lines)
@@ -76,7 +76,7 @@ class ThisNode:
 class _ThisProcess:
     """A process of this machine, which has ended once all that it said was taken."""
 
-    def __init__(self, process: LocalProcess, lines: Lines) -> None:
+    def __init__(self, process: LocalProcess, lines: Connection) -> None:
         self._process, self._lines = process, lines
         self.send_signal, self.end = process.send_signal, process.end
 
@@ -93,7 +93,7 @@ class _ThisProcess:
 class OtherNode:
     """A machine of another launcher, which starts ranks there."""
 
-    def __init__(self, number: int, num_ranks: int, launcher: str, lines: Lines, take: Take) -> None:
+    def __init__(self, number: int, num_ranks: int, launcher: str, lines: Connection, take: OnMessage) -> None:
         self.number, self.num_ranks, self.launcher = number, num_ranks, launcher
         self.lines, self._take = lines, take
         self._processes: dict[int, _OtherProcess] = {}

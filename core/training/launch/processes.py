@@ -29,16 +29,16 @@ _HINTS: dict[int, str] = {
 
 
 class Process(Protocol):
-    """A rank's process, on this machine or on that of another launcher."""
+    """A rank's process, on this machine or on another launcher's."""
 
     def poll(self) -> int | None:
         """Returns its exit status, or minus the signal that ended it. None before its end."""
 
     def send_signal(self, sig: int, /) -> None:
-        """Sends a signal. SIGKILL goes to what it has started too, such as workers that read data."""
+        """Sends a signal. SIGKILL goes to the process's children too, such as workers that read data."""
 
     def end(self) -> None:
-        """Kills it, with what it has started, and waits for `KILL_S` at most. Then it counts as ended."""
+        """Kills the process and its children, and waits for `KILL_S` at most. Then the process counts as ended."""
 
 
 KILL_S = 5.0
@@ -62,8 +62,12 @@ class LocalProcess:
         self._deadline = float("inf")
 
     def poll(self) -> int | None:
-        if self._code is None:
-            self._code = _how_it_ended(self._process)
+        if self._code is not None:
+            return self._code
+        if self._process.returncode is not None or not hasattr(os, "waitid"):
+            self._code = self._process.poll()
+        elif (ended := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            self._code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return self._code
 
     def send_signal(self, sig: int) -> None:
@@ -80,15 +84,6 @@ class LocalProcess:
         if self.poll() is None:
             self._code = -signal.SIGKILL
             say(f"process {self.pid} was killed and does not end: it waits in the kernel, for a disk or a device")
-
-
-def _how_it_ended(process: subprocess.Popen[bytes]) -> int | None:
-    if process.returncode is not None or not hasattr(os, "waitid"):
-        return process.poll()
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> LocalProcess:
@@ -273,7 +268,7 @@ class StopRequest(_SignalHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requested = False  # the first signal sets it, in its handler; never cleared
+        self.requested = False  # the first signal sets it, in its handler
         self.signal_name = ""  # name of the first signal; valid once `requested`
         self._first_at = 0.0  # time of the first signal; valid once `requested`
 

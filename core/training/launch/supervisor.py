@@ -17,7 +17,7 @@ from ...base.text import rank_list
 from .entry import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
 from .joining import Job, Joining
 from .lines import Events
-from .messages import AskWhere, Began, Done, FromRank, Generation, Leaves, Over, Sizes, Step, ToRank, Where
+from .messages import AskWhere, Began, Done, FromRank, Generation, Leaves, Over, Sizes, ToRank, Where
 from .nodes import Node, ThisNode
 from .processes import SignalCount, how_it_ended, kill, say
 
@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def status(self) -> int:
-        """Its exit status as the launcher takes it, or minus the signal that ended it. 0 if it is not lost."""
+        """Exit status of a lost worker as the launcher takes it, or minus the signal that ended the worker. Else 0."""
         return (self.process.poll() or CRASH_STATUS) if self.is_lost else 0
 
     def why(self) -> str:
@@ -166,8 +166,10 @@ class Supervisor:
                 if any(worker.is_lost for worker in self._active):
                     if self._policy.kind == "restart" or not self._make_up_for_lost():
                         break
-                elif self._policy.kind != "restart" and not self._is_over and self._is_overdue():
-                    self._kill_hanging()
+                elif self._policy.kind != "restart" and not self._is_over:
+                    limit_s = self._policy.limit_s if self._has_stepped else max(self._policy.limit_s, _START_LIMIT_S)
+                    if time.monotonic() - self._last_news > limit_s:
+                        self._kill_hanging()
         finally:
             kill(worker.process for worker in self._workers if worker not in self._active)
         return self._active
@@ -196,7 +198,10 @@ class Supervisor:
     def _announce(self, members: list[Worker], lost_text: str, lost_at: float) -> None:
         """Gives every member its place in the next generation. Without members all leave the one before, and wait."""
         self.number += 1
-        _give_places(members)
+        for worker in members:  # a new member takes the lowest place on its machine that is free
+            places = {other.place for other in members if other.node is worker.node and other is not worker}
+            if worker.rank is None and (worker.place in places or worker.place >= worker.node.num_ranks):
+                worker.place = min(set(range(worker.node.num_ranks)) - places, default=worker.place)
         self._active, self._has_stepped, self._last_news = members, False, time.monotonic()
         self._first_end, self._has_named = None, False
         for worker in self._workers:
@@ -264,18 +269,15 @@ class Supervisor:
             elif isinstance(message, Sizes):
                 self._sizes = message.sizes
             else:
-                self._note_step(message)
-
-    def _note_step(self, message: Step) -> None:
-        self._has_stepped = True
-        if message.step > self._furthest:
-            self._furthest, self._losses = message.step, 0
-        if message.seconds > self._policy.limit_s / 2 and not self._has_warned:
-            self._has_warned = True
-            say(
-                f"warning: a step took {message.seconds:.1f} s, and --lost-rank-timeout is "
-                f"{self._policy.limit_s:g} s, after which a rank counts as lost; raise it to several steps"
-            )
+                self._has_stepped = True
+                if message.step > self._furthest:
+                    self._furthest, self._losses = message.step, 0
+                if message.seconds > self._policy.limit_s / 2 and not self._has_warned:
+                    self._has_warned = True
+                    say(
+                        f"warning: a step took {message.seconds:.1f} s, and --lost-rank-timeout is "
+                        f"{self._policy.limit_s:g} s, after which a rank counts as lost; raise it to several steps"
+                    )
 
     def _make_up_for_lost(self) -> bool:
         """Forms the next generation without the ranks that were lost. Returns whether there is one."""
@@ -356,10 +358,6 @@ class Supervisor:
         spares.remove(worker)
         return worker
 
-    def _is_overdue(self) -> bool:
-        limit_s = self._policy.limit_s if self._has_stepped else max(self._policy.limit_s, _START_LIMIT_S)
-        return time.monotonic() - self._last_news > limit_s
-
     def _kill_hanging(self) -> None:
         """Kills the ranks that do not answer. Without any, those that others wait for, or else all."""
         waited_s = time.monotonic() - self._last_news
@@ -386,14 +384,6 @@ def _spread(able: Sequence[Worker], size: int) -> list[Worker]:
     there."""
     turns = [sum(other.node is worker.node for other in able[:i]) for i, worker in enumerate(able)]
     return [able[i] for i in sorted(sorted(range(len(able)), key=turns.__getitem__)[:size])]
-
-
-def _give_places(members: Sequence[Worker]) -> None:
-    """Gives spares that become members the places of lost ranks of their machines, and so their GPUs."""
-    for worker in members:
-        places = {other.place for other in members if other.node is worker.node and other is not worker}
-        if worker.rank is None and (worker.place in places or worker.place >= worker.node.num_ranks):
-            worker.place = min(set(range(worker.node.num_ranks)) - places, default=worker.place)
 
 
 def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any]) -> list[Any]:

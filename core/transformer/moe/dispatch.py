@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from .router import count_tokens
 
 @dataclass(frozen=True)
 class Permutation:
-    """The rows of experts: one for each token and each of its k experts, those of one expert next to each other.
+    """The rows of experts: one for each token and each of its k experts, sorted by expert.
 
     Rows that no expert here takes are at the end, so that the number of rows does not depend on the routing;
     `without_dropped` leaves them out.
@@ -55,8 +55,7 @@ class Permutation:
     def dropped_rows(self) -> Tensor:
         """True for rows that no expert takes, `[rows, 1]`."""
         rows = torch.arange(len(self.order), device=self.ends.device)
-        is_dropped: Tensor = (rows >= self.ends[-1]).unsqueeze(-1)
-        return is_dropped
+        return (rows >= self.ends[-1]).unsqueeze(-1)
 
     def without_dropped(self) -> Permutation:
         """Returns the permutation without rows that no expert takes. The host waits for the device."""
@@ -67,8 +66,7 @@ class Permutation:
 
     def to_rows(self, tokens: Tensor) -> Tensor:
         """Copies each token `[tokens, h]` to the rows of its experts, `[rows, h]`."""
-        rows: Tensor = _Rows.apply(tokens, self.order, self.inverse, self.topk)
-        return rows
+        return cast(Tensor, _Rows.apply(tokens, self.order, self.inverse, self.topk))
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Brings rows `[rows, h]` back to their tokens, `[tokens, k, h]`, with zeros for places without a row."""
@@ -178,8 +176,7 @@ def _combine(tokens: Tensor, probs: Tensor, permutation: Permutation, compute: C
     if permutation.has_dropped:
         rows = rows.masked_fill(permutation.dropped_rows, 0.0)
     places = permutation.from_rows(rows)  # [tokens, k, h]
-    output: Tensor = (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
-    return output
+    return (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
 def _compute_elsewhere(
@@ -196,8 +193,7 @@ def _compute_elsewhere(
     by_expert = sort_by_expert(own.unsqueeze(1), by_rank.shape[1])
     own_rows = by_expert.to_rows(_Exchange.apply(rows, ins, outs, group))
     outputs = by_expert.from_rows(compute(own_rows, by_expert)).squeeze(1)
-    results: Tensor = _Exchange.apply(outputs, outs, ins, group)
-    return results
+    return cast(Tensor, _Exchange.apply(outputs, outs, ins, group))
 
 
 class _Exchange(torch.autograd.Function):

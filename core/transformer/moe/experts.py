@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -118,8 +118,7 @@ class GroupedMLP(MegatronModule):
     def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
         """Maps `[rows, h]`, sorted by expert, to `[rows, h]`: this tensor-parallel rank's partial sums."""
         hidden = self.linear_fc1(rows, permutation)  # [rows, ffn / tp], twice that when gated
-        output: Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated), permutation)
-        return output
+        return cast(Tensor, self.linear_fc2(activate(hidden, self.activation, self.is_gated), permutation))
 
 
 class SharedExpertMLP(MLP, ParameterOwner):
@@ -169,8 +168,7 @@ def cut_experts(model: nn.Module) -> nn.Module:
         )
     if expert_tensor_group() is not resolve_group(None):
         raise ParallelConfigError(
-            "experts of a stock model are not split over tensor-parallel ranks of their own; leave out "
-            "expert_tensor_parallel_size"
+            "experts of a stock model have no tensor-parallel ranks of their own; drop expert_tensor_parallel_size"
         )
     ranks, rank = group_size(group), group_rank(group)
     for name, module in modules.items():
@@ -189,8 +187,7 @@ def rows_of_experts(vectors: Tensor, row_experts: Tensor, dtype: torch.dtype) ->
     rows', rounded once, with the same bits each time: `index_select` adds on a GPU in the dtype of the vectors, in any
     order.
     """
-    rows: Tensor = _RowsOfExperts.apply(vectors, row_experts, dtype)
-    return rows
+    return cast(Tensor, _RowsOfExperts.apply(vectors, row_experts, dtype))
 
 
 class _RowsOfExperts(torch.autograd.Function):
@@ -240,9 +237,8 @@ def grouped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Te
 
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     is_aligned = all(size * rows.element_size() % _STRIDE_BYTES == 0 for size in weight.shape[1:])
-    if rows.dtype not in _GROUPED_DTYPES or rows.dtype != weight.dtype or not is_aligned:
-        return False
-    if torch.is_autocast_enabled(rows.device.type):  # grouped_mm does not cast
+    casts = rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type)  # which grouped_mm does not
+    if rows.dtype not in _GROUPED_DTYPES or casts or not is_aligned:
         return False
     return rows.device.type == "cpu" or torch.cuda.get_device_capability(rows.device) >= (8, 0)
 

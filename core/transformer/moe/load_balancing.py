@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ _notes: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ForwardNote]]] = w
 
 
 def begin_forward() -> None:
-    """Begins a forward of a model, whose losses are not those of other forwards."""
+    """Begins a forward of a model, so that its losses are told apart from other forwards' losses."""
     global _forward
     _forward += 1
 
@@ -157,28 +157,27 @@ def add_auxiliary_losses(losses: Tensor, model: nn.Module, has_loss: Tensor | No
             "own; call it after each forward, on the losses of its tokens, or give the model labels; run forwards "
             "that are not trained under torch.no_grad()"
         )
-    return add_pending(losses, take_all_pending(model, *waiting), has_loss)
+    return add_pending(losses, pop_balance_losses(model, *waiting), has_loss)
 
 
 def add_pending(losses: Tensor, pending: list[Tensor], has_loss: Tensor | None = None) -> Tensor:
     """Adds `pending` to the gradient of every element of `losses`."""
     if not pending or not torch.is_grad_enabled():
         return losses
-    result: Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
-    return result
+    return cast(Tensor, _WithLosses.apply(losses, has_loss, context_group(), *pending))
 
 
-def take_all_pending(model: nn.Module, forward: int | None = None) -> list[Tensor]:
+def pop_balance_losses(model: nn.Module, forward: int | None = None) -> list[Tensor]:
     """Returns the losses that a forward left in a model's modules, and forgets them.
 
     Args:
         forward: number of the forward; None means the last.
     """
     number = _forward if forward is None else forward
-    return [loss for module in model.modules() if (loss := take_pending(module, number)) is not None]
+    return [loss for module in model.modules() if (loss := pop_balance_loss(module, number)) is not None]
 
 
-def take_pending(module: nn.Module, forward: int | None = None) -> Tensor | None:
+def pop_balance_loss(module: nn.Module, forward: int | None = None) -> Tensor | None:
     """Does the same for one module, where None means all forwards. Returns the sum if it ran more than once, None if
     there is no loss."""
     total: Tensor | None = None

@@ -5,7 +5,7 @@ A step ends once for all its micro-batches: biases move, and the log gets its st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,8 +131,7 @@ class MoELayer(MegatronModule):
         counts = totals[: -len(SUMS)]
         bias = self.router.expert_bias
         if bias is not None and self.training:
-            rate = self.config.moe_router_bias_update_rate
-            bias += rate * (counts.mean() - counts).sign().to(bias.dtype)
+            bias += self.config.moe_router_bias_update_rate * (counts.mean() - counts).sign().to(bias.dtype)
         self.step_statistics = _statistics(counts, totals[-len(SUMS) :])
         self.clear_step_sums()
 
@@ -168,7 +167,10 @@ def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Ten
     Means over layers come first. With `moe_per_layer_logging` the statistics of each layer follow, and the load of
     each of its experts.
     """
-    layers = [layer for layer in _layers_of(models) if layer.step_statistics is not None]
+    modules = (module for model in models for module in model.modules())
+    layers: list[Any] = [
+        layer for layer in modules if isinstance(layer, MoELayer) and layer.step_statistics is not None
+    ]
     rows = {layer.layer_number: layer.step_statistics for layer in layers}
     config: Any = layers[0].config if layers else models[0].config
     has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
@@ -185,10 +187,6 @@ def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Ten
             names += [f"{place}/expert_{index}/load" for index in range(len(row) - len(STATISTICS))]
             parts.append(row)
     return names, torch.cat(parts)
-
-
-def _layers_of(models: Iterable[nn.Module]) -> list[Any]:
-    return [module for model in models for module in model.modules() if isinstance(module, MoELayer)]
 
 
 def _of_all_stages(rows: Mapping[int, torch.Tensor], config: Any) -> dict[int, torch.Tensor]:

@@ -111,7 +111,7 @@ class TopKRouter(ParameterOwner):
         return load_balancing.context_group()
 
     def note_dropped(self, probs: Tensor, experts: Tensor) -> None:
-        """Adds the choices `[tokens, k]` that `drop_over_capacity` has dropped to those of the step.
+        """Counts the choices `[tokens, k]` that `drop_over_capacity` has dropped in this step.
 
         Args:
             probs: as `forward` returned them.
@@ -220,8 +220,7 @@ class TopKRouter(ParameterOwner):
                 total = total + note.counts if note.counts_in_step else total
             return shared, total
 
-        counts = noted(count)
-        if counts is None:
+        if (counts := noted(count)) is None:
             raise ParallelConfigError(
                 "a forward with moe_router_load_balancing_type 'global_aux_loss' is recomputed by torch's checkpoint, "
                 "which does not keep the counts that it read; take recompute_granularity, activation_checkpointing or "

@@ -15,13 +15,6 @@ MUTATIONS = (
         ("tests/unit/base/test_micro_batch_tree.py",),
     ),
     Mutation(
-        "a rank that failed to join a group names its next groups as its second ones",
-        "core.rendezvous.default_group.init_process_group",
-        r"    _reset_group_names\(\)",
-        "    pass",
-        ("tests/unit/rendezvous/test_default_group.py::test_a_failed_attempt_to_join_leaves_the_names_of_groups",),
-    ),
-    Mutation(
         "host memory is lent again while a view of it lives",
         "core.base.host_memory.LentMemory.take",
         r"part\[2\]\(\) is not None",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import CONTRACT, FLAT, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
+_GUARDS = "tests/unit/distributed/guards"
 _BUFFERS = "tests/unit/distributed/test_distributed_data_parallel.py"
 _BUCKETS = "tests/unit/distributed/flat/test_bucket.py"
 _SLOTS = "tests/unit/distributed/flat/test_unit.py"
@@ -13,7 +14,7 @@ _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
 _STARTS = "tests/unit/distributed/model/test_initial_values.py"
-_PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
+_PRECISION = ("tests/unit/distributed/plan/test_pieces.py", "tests/unit/distributed/fsdp2/test_precision.py")
 _EXPERTS_OVER_RANKS = "tests/functional/test_expert_parallelism.py::test_experts_over_other_ranks_equal_one_process"
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
 _SKIPPED = "tests/unit/distributed/engine/test_gathered_units.py"
@@ -31,6 +32,20 @@ MUTATIONS = (
         r"\.get\(self\.phase\)\) is not None:",
         ".get(self.phase)) is not None and self.phase is not Phase.ACCUMULATING:",
         (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2_overlap]",),
+    ),
+    Mutation(
+        "a guard is not asked before a reduction",
+        "core.distributed.data_parallel_base._BaseDataParallel.finish_grad_sync",
+        r"guard\.before_reduction\(engine\)",
+        "pass",
+        (f"{_GUARDS}/test_guard.py::test_a_guard_in_the_list_is_asked_at_each_moment",),
+    ),
+    Mutation(
+        "a parameter may be replaced after its model was wrapped",
+        "core.distributed.guards.changed_models.ParametersStay._check",
+        r"if added or removed:",
+        "if False:",
+        (f"{_GUARDS}/test_changed_models.py::test_a_replaced_parameter_is_named_at_the_next_sync",),
     ),
     Mutation(
         "the first gradient is not scaled",
@@ -165,7 +180,7 @@ MUTATIONS = (
     Mutation(
         "left out: an ignored parameter is updated",
         "core.distributed.groups.managed_parameters",
-        r" if kind_of\(parameter\) != 'ignored'",
+        r" if getattr\(p, LEFT_OUT, None\) != 'ignored'",
         "",
         (_LEFT_OUT,),
     ),
@@ -459,7 +474,7 @@ MUTATIONS = (
         "core.distributed.plan.units.default_units",
         r"tuple\(_lists_of_layers\(root\)\)",
         "()",
-        ("tests/unit/distributed/plan/test_unit_choice.py",),
+        ("tests/unit/distributed/plan/test_units.py",),
     ),
     Mutation(
         "a resized weight's gradient is added to what it fits",

@@ -12,9 +12,9 @@ LAUNCH = "tests/unit/training/launch/"
 MUTATIONS = (
     Mutation(
         "dropout depends on a micro-batch's place on its rank, not in the global batch",
-        "core.training.train_step.train_step",
+        "core.training.train_step._run_batches",
         r"seeds\.enter\(.*\)",
-        "seeds.enter(i)",
+        "seeds.enter(next(numbers[index]))",
         (f"{REPRODUCIBLE}[8 micro-batches-ddp-4]",),
     ),
     Mutation(
@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a machine whose launcher is frozen is waited for",
-        "core.training.launch.lines.Lines.look_at_time",
+        "core.training.launch.lines.Connection.look_at_time",
         r"now - self\._heard_at > SILENCE_S",
         "False",
         (f"{LAUNCH}test_nodes.py::test_a_launcher_that_falls_silent_is_lost",),

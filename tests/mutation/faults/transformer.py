@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts: a forward is given the losses of others",
-        "core.transformer.moe.load_balancing.take_pending",
+        "core.transformer.moe.load_balancing.pop_balance_loss",
         r"forward in \(None, note\.forward\)",
         "True",
         (_BALANCING,),

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from core.adapters import ml, optimus, oumi
 from core.adapters.nemo import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
@@ -26,7 +25,8 @@ from core.distributed import (
     wrap_model,
 )
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit.distributed._toys import Block
+from tests.unit.distributed._toys import Block, full
+from tests.unit.distributed._toys import gradients as reduced_gradients
 
 STRATEGIES = ("full", "grad_op", "hybrid", "replicated")
 STEPS = 4
@@ -209,19 +209,13 @@ def train(
         optimizer.step()
     if hasattr(model, "finish_param_sync"):
         model.finish_param_sync()
-    return losses, gradients, {_plain(name): _whole(p) for name, p in model.named_parameters()}
+    return losses, gradients, {_plain(name): full(p) for name, p in model.named_parameters()}
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    from tests.unit.distributed._toys import gradients
-
     if isinstance(model, _BaseDataParallel):
-        return {_plain(name): gradient.cpu() for name, gradient in gradients(model).items()}
-    return {_plain(name): _whole(p.grad) for name, p in model.named_parameters()}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        return {_plain(name): gradient.cpu() for name, gradient in reduced_gradients(model).items()}
+    return {_plain(name): full(p.grad) for name, p in model.named_parameters()}
 
 
 @functools.cache

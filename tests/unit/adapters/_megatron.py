@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tests.unit.distributed._toys import full
+
 STEPS, MICRO_BATCHES, VOCAB, SEQUENCE, SAMPLES = 4, 3, 32, 8, 2
 CLIP, LR = 0.5, 1e-2
 
@@ -206,11 +208,7 @@ def serial(ranks: int, tied: bool = False, per_token: bool = False) -> tuple[lis
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns whole weights by their names in the plain model."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name.replace("module.", "")] = whole.detach().clone()
-    return found
+    return {name.replace("module.", ""): full(parameter) for name, parameter in model.named_parameters()}
 
 
 @contextmanager

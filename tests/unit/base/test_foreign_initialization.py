@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from core.base.errors import ConfigError
 from core.base.initialization import allocate_meta_tensors, initialize_parameters
 from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import full
 
 SEED = 5
 
@@ -75,10 +76,7 @@ def _on_meta() -> Model:
 def _filled(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = allocate_meta_tensors(model, "cpu")
     initialize_parameters(model, SEED, only=tensors)
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in [*model.named_parameters(), *model.named_buffers()]
-    }
+    return {name: full(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def test_reset_parameters_fill_each_tensor():

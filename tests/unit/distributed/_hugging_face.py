@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 VOCAB = 13  # odd, so that neither tensor nor data parallelism divides it
 KINDS = ("llama", "qwen3", "gemma", "mistral", "gpt2")
@@ -52,10 +51,6 @@ def serial_gradients(model: nn.Module, num_replicas: int) -> dict[str, torch.Ten
     for tokens in token_batches(num_replicas):
         (loss_of(model, tokens) / num_replicas).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:

@@ -313,13 +313,17 @@ _isend, _start_all_gather = dist.isend, gloo.start_all_gather
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, str, int, int]]]:
-    """Notes kind, subject, bytes and ranks of each collective over several ranks, on all threads."""
+def recorded_collectives(of: str = "") -> Iterator[list[tuple[str, str, int, int]]]:
+    """Notes kind, subject, bytes and ranks of each collective over several ranks, on all threads.
+
+    Args:
+        of: what the subjects begin with, as "the gradients of".
+    """
     noted: list[tuple[str, str, int, int]] = []
     collective = CollectiveRecord.collective
 
     def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int, **options: Any) -> Collective:
-        if record.num_ranks > 1:
+        if record.num_ranks > 1 and what.startswith(of):
             noted.append((kind, what, num_bytes, record.num_ranks))
         return collective(record, kind, what, num_bytes, **options)
 

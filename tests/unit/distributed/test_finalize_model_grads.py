@@ -15,7 +15,8 @@ from core import parallel_state
 from core.base.errors import ShardstackError
 from core.distributed import finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._runs import build_gpt, ddp_config, gradients, loss_of, micro_batches
+from tests.unit._gpt import build_gpt, ddp_config, loss_of, micro_batches
+from tests.unit._runs import gradients
 from tests.unit._spawn import on_ranks, run_distributed
 
 SIZES = {"hidden_size": 16, "ffn_hidden_size": 36, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}

@@ -6,8 +6,14 @@ import re
 
 import pytest
 
-from core.base.errors import ParallelConfigError
-from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.base.errors import ConfigError, ParallelConfigError
+from core.distributed import (
+    _WRAPPERS,
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
+from core.distributed.fully_sharded_data_parallel_config import STRATEGIES, config_class, config_of
 
 
 def test_overrides_are_name_patterns_and_the_last_match_counts():
@@ -64,3 +70,16 @@ def test_other_cuts_are_refused(value):
         FullyShardedDataParallelConfig(shard_cut=f"rows,blocks.*={value}")
     with pytest.raises(ParallelConfigError, match=r"shard_cut holds 'blocks'"):
         FullyShardedDataParallelConfig(shard_cut="auto,blocks")
+
+
+def test_a_strategy_has_its_wrappers_config():
+    config = config_of("fsdp2", forward_prefetch=2, cpu_offload=True)
+    assert isinstance(config, TorchFullyShardedDataParallelConfig)
+    assert (config.forward_prefetch, config.cpu_offload) == (2, True)
+    config = config_of("optim", bucket_size=7)
+    assert type(config) is DistributedDataParallelConfig
+    assert (config.sharding_strategy, config.bucket_size) == ("optim", 7)
+    assert [config_of(strategy).strategy for strategy in STRATEGIES] == [*STRATEGIES]
+    assert {config_of(strategy).engine for strategy in STRATEGIES} == _WRAPPERS.keys()
+    with pytest.raises(ConfigError, match="strategy is 'optimal'; did you mean 'optim'"):
+        config_class("optimal", "strategy")

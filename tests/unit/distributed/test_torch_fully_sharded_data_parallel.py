@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel, wrap_model
+from tests.unit._gpt import build_gpt, micro_batches
 from tests.unit._rounding import assert_same, assert_same_sums
-from tests.unit._runs import build_gpt, micro_batches
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import CountedTraffic, batches, build, full, gradients, loss_of, oracle, toy

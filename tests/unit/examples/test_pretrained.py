@@ -23,6 +23,7 @@ from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module
 from examples.gpt.convert import save_weights, settings_of
 from examples.gpt.pretrained import load_pretrained
+from tests.unit._gpt import gpt_of
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import assembled
 from tests.unit.models.gpt.test_hugging_face import build
@@ -48,13 +49,7 @@ def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
     config = build_config(settings | WRAPPERS[wrapper] | {"bf16": True} | changes)
     parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
     torch.manual_seed(9)
-    gpt = GPTModel(
-        config.model,
-        vocab_size=64,
-        max_sequence_length=config.max_sequence_length,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
+    gpt = gpt_of(config.model, True, 64, config.max_sequence_length)
     add_lora(gpt, config.gpt.lora_rank)
     model = wrap_model(gpt if config.use_torch_fsdp2 else Float16Module(config.model, gpt), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])

@@ -230,7 +230,7 @@ def test_indivisible_sizes_are_refused_with_remedy():
     assert "input_size of a RowParallelLinear is 5" in row
     assert "vocabulary (num_embeddings) of a VocabParallelEmbedding is 5" in embedding
     assert "tensor_model_parallel_size is 4" in degree
-    assert "has 2 rank(s)" in degree
+    assert "there are such groups of 2" in degree
     assert "input_is_parallel=False" in whole_input
     assert "token id 99" in unknown
     assert "12 tokens" in unknown

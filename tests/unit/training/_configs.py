@@ -11,6 +11,7 @@ from core.models.gpt import GPTModel
 from core.training.config import PretrainConfig
 from core.training.config.build import build_config
 from core.training.data import Batch
+from tests.unit._gpt import gpt_of
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -31,13 +32,7 @@ def small_config(**changes: Any) -> PretrainConfig:
 
 def model_of(config: PretrainConfig) -> GPTModel:
     torch.manual_seed(3)
-    return GPTModel(
-        config.model,
-        vocab_size=_vocab_size(config),
-        max_sequence_length=config.data.seq_length,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
+    return gpt_of(config.model, True, _vocab_size(config), config.data.seq_length)
 
 
 def _vocab_size(config: PretrainConfig) -> int:

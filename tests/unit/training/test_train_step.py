@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from core.training.config import PretrainConfig
 from core.training.state import build_scheduler
 from core.training.train_step import Batch, StepResult, evaluate, train_step
 from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import full
 from tests.unit.training._configs import batches, model_of, small_config
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
@@ -26,25 +28,27 @@ def _of_a_step(config: PretrainConfig, rank: int, packed: bool) -> list[Batch]:
     return [batch | ({"document_starts": STARTS} if packed else {}) for batch in batches(config, rank, 2)]
 
 
-def step_on_ranks(
-    changes: dict, stopping_rank: int | None, packed: bool = False
-) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
-    config = small_config(**changes)
+def _run_of(config: PretrainConfig) -> tuple[Any, Any, Any]:
+    """Returns the wrapped model of a config, its optimizer and its schedule."""
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size, context_parallel_size=config.model.context_parallel_size
     )
     model = wrap_model(model_of(config), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
-    scheduler = build_scheduler(config, optimizer)
+    return model, optimizer, build_scheduler(config, optimizer)
+
+
+def step_on_ranks(
+    changes: dict, stopping_rank: int | None, packed: bool = False
+) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
+    config = small_config(**changes)
+    model, optimizer, scheduler = _run_of(config)
     mine = _of_a_step(config, parallel_state.get_data_parallel_rank(), packed)
     before = evaluate(model, iter(mine), 2)
     running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
     result = running.result()
     assert scheduler.num_steps == 1
-    whole = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.module.named_parameters()
-    }
+    whole = {name: full(p) for name, p in model.module.named_parameters()}
     return result, before, whole
 
 
@@ -115,10 +119,7 @@ def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
 @on_ranks(1)
 def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
     config = small_config(**SGD | {"lr_warmup_iters": 2, "global_batch_size": 2})
-    parallel_state.initialize_model_parallel()
-    model = wrap_model(model_of(config), config.model, config.ddp)
-    optimizer = get_megatron_optimizer(config.optimizer, [model])
-    scheduler = build_scheduler(config, optimizer)
+    model, optimizer, scheduler = _run_of(config)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.inf)
     result = train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1).result()
@@ -133,10 +134,7 @@ def _asks_for_too_much(*unused: object) -> None:
 @on_ranks(1)
 def test_a_failure_outside_of_forward_is_explained(fsdp2: bool) -> None:
     config = small_config(use_torch_fsdp2=fsdp2)
-    parallel_state.initialize_model_parallel()
-    model = wrap_model(model_of(config), config.model, config.ddp)
-    optimizer = get_megatron_optimizer(config.optimizer, [model])
-    scheduler = build_scheduler(config, optimizer)
+    model, optimizer, scheduler = _run_of(config)
     optimizer.optimizer.register_step_post_hook(_asks_for_too_much)
     with pytest.raises(MemoryLimitError) as caught:
         train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1)

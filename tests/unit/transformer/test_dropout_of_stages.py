@@ -20,7 +20,7 @@ from core.pipeline_parallel import get_forward_backward_func
 from core.tensor_parallel import get_rng_tracker
 from core.tensor_parallel.random import MicroBatchSeeds, seed_everything
 from core.transformer import TransformerConfig
-from core.transformer.pipeline_stages import pipeline_stage
+from tests.unit._gpt import gpt_of
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 
@@ -78,15 +78,7 @@ def _masks(seeding: str, sizes: dict[str, Any], fields: dict[str, Any]) -> tuple
     chunks = []
     for turn in range(sizes.get("vpp") or 1):
         turn = None if sizes.get("vpp") is None else turn
-        stage = pipeline_stage(config, turn)
-        model = GPTModel(
-            config,
-            vocab_size=32,
-            max_sequence_length=LENGTH,
-            pre_process=stage.is_first,
-            post_process=stage.is_last,
-            vp_stage=turn,
-        )
+        model = gpt_of(config, False, 32, LENGTH, positions="learned_absolute", vp_stage=turn)
         chunks.append(wrap_model(model, config, DistributedDataParallelConfig()))
     draw, length = F.dropout, LENGTH // sizes.get("cp", 1)
 

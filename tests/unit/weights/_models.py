@@ -21,8 +21,8 @@ from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import save_hugging_face
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.lora import add_lora, freeze_parameters
-from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
+from tests.unit._gpt import gpt_of
 
 CONFIGS: dict[str, Any] = {
     "ddp": lambda **f: DistributedDataParallelConfig(**f),
@@ -51,17 +51,7 @@ def gpt(
     config = TransformerConfig(
         **{**SOME, **MODERN, "num_query_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, **fields}
     )
-    stage = pipeline_stage(config, vp_stage)
-    model = GPTModel(
-        config,
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-        pre_process=stage.is_first,
-        post_process=stage.is_last,
-        vp_stage=vp_stage,
-    )
+    model = gpt_of(config, tied, VOCABULARY, LENGTH, vp_stage=vp_stage)
     if lora:
         add_lora(model, 3, 6.0)
         for name, parameter in model.named_parameters():

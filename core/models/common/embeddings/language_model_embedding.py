@@ -107,10 +107,8 @@ class LanguageModelEmbedding(MegatronModule):
             embeddings = self.word_embeddings(input_ids.t())  # [s, b, h]; transposing ids is cheaper
         if self.position_embeddings is not None:
             if position_ids is None:
-                positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(1)  # [s, 1]
-            else:
-                positions = position_ids.t()
-            embeddings = embeddings + self.position_embeddings(positions)
+                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)  # [1, s]
+            embeddings = embeddings + self.position_embeddings(position_ids.t())
         if self.scatters_sequence:
             embeddings = scatter_to_sequence_parallel_region(embeddings)
         p, is_split = self.config.hidden_dropout, self.config.sequence_parallel

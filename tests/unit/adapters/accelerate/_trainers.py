@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.comm.call import CollectiveRecord
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model
+from tests.unit.distributed._toys import recorded_collectives
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
 
@@ -119,7 +119,7 @@ def trainer_of(
 def train(trainer: Any, **arguments: Any) -> Trained:
     """Trains, and returns what was logged, and the whole weights."""
     counts: list[int] = []
-    with counted_reductions() as begun:
+    with recorded_collectives("the gradients of") as begun:
         trainer.add_callback(_counts_by_step(begun, counts))
         trainer.train(**arguments)
     return result(trainer, counts)
@@ -146,22 +146,7 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
     return {name: state[name] for name, _ in trainer.model.named_parameters()}
 
 
-@contextmanager
-def counted_reductions() -> Iterator[list[str]]:
-    """Gives a list to which the name of each reduction of gradients inside it is added; those of norms are not."""
-    begun: list[str] = []
-    collective = CollectiveRecord.collective
-
-    def note(record: CollectiveRecord, kind: str, what: str, *args: Any, **options: Any) -> Any:
-        if what.startswith("the gradients of") and record.num_ranks > 1:
-            begun.append(what)
-        return collective(record, kind, what, *args, **options)
-
-    with mock.patch.object(CollectiveRecord, "collective", note):
-        yield begun
-
-
-def _counts_by_step(begun: list[str], counts: list[int]) -> Any:
+def _counts_by_step(begun: list[Any], counts: list[int]) -> Any:
     """Returns a callback that adds to `counts` how many a step has begun."""
     import transformers
 

@@ -15,15 +15,8 @@ from torch.utils.data import DataLoader
 from core.weights import WeightStream
 from tests.unit._quick import needs, quick
 from tests.unit._spawn import on_ranks, run_distributed
-from tests.unit.adapters.accelerate._trainers import (
-    STRATEGIES,
-    counted_reductions,
-    fresh_accelerate,
-    pad,
-    samples,
-    some_and_others,
-    tiny,
-)
+from tests.unit.adapters.accelerate._trainers import STRATEGIES, fresh_accelerate, pad, samples, some_and_others, tiny
+from tests.unit.distributed._toys import recorded_collectives
 
 pytestmark = needs("accelerate", "transformers")
 
@@ -65,7 +58,7 @@ class Loop:
         """Returns the norms and the reductions of each step."""
         norms: list[float] = []
         reductions: list[int] = []
-        with counted_reductions() as begun:
+        with recorded_collectives("the gradients of") as begun:
             for batch in self.loader:
                 with self.accelerator.accumulate(self.model):
                     self.accelerator.backward(self.model(**batch).loss)

@@ -15,11 +15,11 @@ from torch import nn
 
 from core.adapters.bridge.checkpoints import load_trained, save_trained
 from core.adapters.bridge.trained import Trained, build_update
-from core.adapters.bridge.translation import config_of
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_metadata
 from core.dist_checkpointing.format.json_values import decode, encode
 from core.distributed import wrap_model
+from core.distributed.fully_sharded_data_parallel_config import config_of
 from tests.unit._spawn import on_ranks
 
 VALUES: list[Any] = [

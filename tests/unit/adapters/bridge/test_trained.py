@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.adapters.bridge.trained import GradientNorm
-from core.adapters.bridge.translation import config_of
 from core.distributed import wrap_model
+from core.distributed.fully_sharded_data_parallel_config import config_of
 from tests.unit._spawn import on_ranks
 
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from core.adapters.bridge import translation
-from core.adapters.bridge.translation import changed_fields, check_settings, config_of
+from core.adapters.bridge.translation import changed_fields, check_settings
 from core.base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
-from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -122,12 +121,3 @@ def test_a_setting_without_a_default_counts_if_not_empty():
     for name in ("name", "other"):
         with pytest.raises(ParallelConfigError, match=f"{name} is 'a': it only hurts; drop it"):
             check_settings({name: "a"}, "names")
-
-
-def test_a_strategy_has_its_wrappers_config():
-    config = config_of("fsdp2", forward_prefetch=2, cpu_offload=True)
-    assert isinstance(config, TorchFullyShardedDataParallelConfig)
-    assert (config.forward_prefetch, config.cpu_offload) == (2, True)
-    config = config_of("optim", bucket_size=7)
-    assert type(config) is DistributedDataParallelConfig
-    assert (config.sharding_strategy, config.bucket_size) == ("optim", 7)

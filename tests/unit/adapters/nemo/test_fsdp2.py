@@ -27,9 +27,8 @@ from tests.unit.distributed._hugging_face import (
     loss_of,
     serial_gradients,
     token_batches,
-    whole,
 )
-from tests.unit.distributed._toys import toy
+from tests.unit.distributed._toys import full, toy
 
 pytestmark = needs("transformers")
 
@@ -43,13 +42,13 @@ def _gradients_and_text(kind: str, tied: bool, shape: tuple[int, ...], names: tu
     tp_size = dict(zip(names, shape, strict=True)).get("tp", 1)
     plan = get_hf_tp_shard_plan(model) if tp_size > 1 else None
     assert fsdp2_strategy_parallelize(model, mesh, FP32, plan) is model
-    weights = {name: whole(p) for name, p in model.named_parameters()}
+    weights = {name: full(p) for name, p in model.named_parameters()}
     assert_close(weights, dict(serial.named_parameters()), 0.0)
 
     num_replicas = dist.get_world_size() // tp_size
     loss = loss_of(model, token_batches(num_replicas)[dist.get_rank() // tp_size])
     loss.backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    found = {name: full(p.grad) for name, p in model.named_parameters()}
     # Two replicas add in one order only; more of them, and tensor parallelism, add in another.
     assert_close(found, serial_gradients(serial, num_replicas), 0.0 if dist.get_world_size() == 2 > tp_size else 3e-6)
 
@@ -110,7 +109,7 @@ def test_offload_recomputation_and_default_precision_take_effect() -> None:
     fsdp2_strategy_parallelize(model, mesh, FP32, None, CPUOffloadPolicy(pin_memory=False))
     assert all(p.to_local().device.type == "cpu" for p in model.parameters())
     loss_of(model, tokens).backward()
-    assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, serial, 0.0)
+    assert_close({n: full(p.grad) for n, p in model.named_parameters()}, serial, 0.0)
 
     model = hugging_face_model("llama")
     fsdp2_strategy_parallelize(model, mesh, FP32, activation_checkpointing=True)
@@ -118,14 +117,14 @@ def test_offload_recomputation_and_default_precision_take_effect() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         loss = loss_of(model, tokens)
     loss.backward()
-    assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, serial, 0.0)
+    assert_close({n: full(p.grad) for n, p in model.named_parameters()}, serial, 0.0)
 
     half = hugging_face_model("llama")
     fsdp2_strategy_parallelize(half, mesh)  # by default bf16, reduced in fp32
     group = half._get_fsdp_state()._fsdp_param_group
     assert (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     loss_of(half, tokens).backward()
-    found = {n: whole(p.grad) for n, p in half.named_parameters()}
+    found = {n: full(p.grad) for n, p in half.named_parameters()}
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
     total = torch.stack([(found[n] - serial[n]).norm() / serial[n].norm() for n in serial])
     assert 0 < total.max() < 0.2
@@ -139,7 +138,7 @@ def test_a_model_on_the_meta_device_is_drawn_after_sharding(tp_size: int) -> Non
     mesh = init_device_mesh("cpu", (2 // tp_size, tp_size), mesh_dim_names=("data_parallel", "tensor_parallel"))
     fsdp2_strategy_parallelize(model, mesh, FP32, get_hf_tp_shard_plan(model))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    values = {name: whole(p) for name, p in model.named_parameters()}
+    values = {name: full(p) for name, p in model.named_parameters()}
     assert all(torch.isfinite(value).all() for value in values.values())
     assert values["model.layers.0.mlp.up_proj.weight"].std() > 0
     loss_of(model, token_batches(1)[0]).backward()
@@ -150,7 +149,7 @@ def test_all_start_from_the_first_ranks_values() -> None:
     model = toy(seed=dist.get_rank())
     fsdp2_strategy_parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), FP32)
     first = dict(toy(seed=0).named_parameters())
-    assert all(torch.equal(whole(p), first[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(full(p), first[name]) for name, p in model.named_parameters())
     with torch.no_grad():
         model(torch.zeros(1, 4, dtype=torch.long))
     assert all(isinstance(p, DTensor) for p in model.parameters()), "a forward without backward frees what it gathered"

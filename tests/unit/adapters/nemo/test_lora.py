@@ -21,8 +21,8 @@ from tests.unit.distributed._hugging_face import (
     loss_of,
     serial_gradients,
     token_batches,
-    whole,
 )
+from tests.unit.distributed._toys import full
 
 pytestmark = needs("peft")
 
@@ -52,10 +52,10 @@ def test_adapters_train_as_in_one_process_and_the_rest_stays(kind: str, recomput
     fsdp2_strategy_parallelize(model, mesh, MixedPrecisionPolicy(), activation_checkpointing=recomputes)
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
     loss_of(model, token_batches(2)[dist.get_rank()]).backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: full(p.grad) for name, p in model.named_parameters() if p.requires_grad}
     assert all("lora_" in name for name in found)
     assert_close(found, serial_gradients(serial, 2), 0.0)
     get_megatron_optimizer(OptimizerConfig(lr=0.1, optimizer="sgd"), [model]).step()
     after = dict(model.named_parameters())
-    assert all(torch.equal(whole(after[name]), value) for name, value in frozen.items())
-    assert any(not torch.equal(whole(after[name]), dict(serial.named_parameters())[name]) for name in found)
+    assert all(torch.equal(full(after[name]), value) for name, value in frozen.items())
+    assert any(not torch.equal(full(after[name]), dict(serial.named_parameters())[name]) for name in found)

@@ -17,15 +17,9 @@ from core.base.errors import ParallelConfigError, ShardstackError, WrapError, wa
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, finalize_model_grads
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks
-from tests.unit.distributed._hugging_face import (
-    assert_close,
-    hugging_face_model,
-    serial_gradients,
-    token_batches,
-    whole,
-)
+from tests.unit.distributed._hugging_face import assert_close, hugging_face_model, serial_gradients, token_batches
 from tests.unit.distributed._hugging_face import loss_of as loss_with_labels
-from tests.unit.distributed._toys import batches, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import batches, full, gradients, loss_of, oracle, toy
 
 BLOCK = "tests.unit.distributed._toys.Block"
 
@@ -149,7 +143,7 @@ def test_tensor_parallel_and_hybrid_meshes():
     assert torch.equal(model.generate(prompt, **options), hugging_face_model("llama").generate(prompt, **options))
     loss_with_labels(wrapped, token_batches(1)[0]).backward()
     wrapped.finish_grad_sync()
-    assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, expected, 3e-6)
+    assert_close({n: full(p.grad) for n, p in model.named_parameters()}, expected, 3e-6)
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):

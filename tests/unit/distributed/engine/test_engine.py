@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import core
 from core.distributed import finalize_model_grads
 from core.distributed.engine.engine import Engine, Gradients, Parameters
 from core.distributed.flat.flat_engine import FlatEngine, FlatGradients
@@ -63,6 +66,15 @@ def test_both_engines_have_all_that_callers_use():
         TorchGradients,
     )
     assert not any(kind.__abstractmethods__ for kind in kinds)
+
+
+def test_no_class_of_an_engine_or_a_plan_is_two_objects():
+    rooms = [Path(core.distributed.__file__).parent / name for name in ("engine", "flat", "fsdp2", "plan")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for room in rooms for file in room.glob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert len(classes) > 30, "the classes were not found"
+    methods = {node.name: sum(isinstance(entry, ast.FunctionDef) for entry in node.body) for node in classes}
+    assert {name: number for name, number in methods.items() if number > 16} == {}
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -26,9 +26,9 @@ from core.distributed.plan.make_plan import units_at_the_ends
 from core.distributed.plan.units import unit_of
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
+from tests.unit._gpt import build_gpt
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same, assert_same_sums
-from tests.unit._runs import build_gpt
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import (

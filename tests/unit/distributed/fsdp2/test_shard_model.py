@@ -75,7 +75,7 @@ def test_a_forward_without_backward_leaves_nothing_gathered() -> None:
 @on_ranks(2)
 def test_different_settings_across_ranks_raise() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dist.get_rank() else None)
-    with pytest.raises(WrapError, match="the setting param_dtype"):
+    with pytest.raises(WrapError, match=r"the setting mp_policy: rank 0: .*param_dtype=None"):
         _sharded(mp_policy=policy)
 
 

@@ -16,10 +16,10 @@ from core.base.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.transformer import dot_product_attention, own_chunks
 from core.transformer.sequences import PackedDocuments
+from tests.unit._gpt import FFN, HIDDEN, build_gpt, ddp_config, micro_batches
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
-from tests.unit._runs import FFN, HIDDEN, build_gpt, ddp_config, micro_batches
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import gradients
 from tests.unit.distributed.model._graphs import counted_graphs

@@ -16,9 +16,9 @@ from core.base.device import current_device
 from core.base.errors import ParallelConfigError
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.model import unit_transforms
+from tests.unit._gpt import build_gpt, ddp_config, micro_batches
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
-from tests.unit._runs import build_gpt, ddp_config, micro_batches
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import synced_last
 from tests.unit.distributed.model._graphs import counted_graphs

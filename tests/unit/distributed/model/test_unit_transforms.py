@@ -16,8 +16,8 @@ from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
 from core.distributed.model.unit_transforms import transform_units
 from core.distributed.plan.units import find_units, plan_transforms
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
+from tests.unit._gpt import build_gpt, micro_batches
 from tests.unit._rounding import assert_same, assert_same_sums
-from tests.unit._runs import build_gpt, micro_batches
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import Block, Toy, build, gradients, reduced, toy
 

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.unit.distributed import _toys
-from tests.unit.distributed.outside_the_loop.scenario import Run, scenario
-
-
-class _Failure(Exception):
-    pass
-
-
-def _raise(*unused: Any) -> None:
-    raise _Failure
+from tests.unit.distributed.outside_the_loop.scenario import Run, failing, scenario
 
 
 @scenario()
 def a_backward_that_raises_is_caught(run: Run) -> None:
     run.train()
-    handle = run.inner.blocks[0].register_full_backward_pre_hook(_raise)
     run.zero()
-    with pytest.raises(_Failure):
+    with failing(run.inner.blocks[0].register_full_backward_pre_hook):
         run.backward(3)
-    handle.remove()
     run.train(2, first=1)
 
 
@@ -50,11 +39,9 @@ def a_step_is_given_up_after_a_backward_that_reached_a_block_on_one_rank_alone(r
 
 @scenario(raises={"fsdp2": "a backward of this step raised"})
 def a_step_goes_on_after_a_backward_that_raised_and_is_made_again(run: Run) -> None:
-    handle = run.inner.blocks[1].register_full_backward_pre_hook(_raise)
     run.zero()
-    with pytest.raises(_Failure):
+    with failing(run.inner.blocks[1].register_full_backward_pre_hook):
         run.backward(3)
-    handle.remove()
     if not run.is_plain and isinstance(run.model.ddp_config, _toys.TorchFullyShardedDataParallelConfig):
         run.finish()
     run.train(1, first=1)
@@ -65,10 +52,8 @@ def a_forward_that_raises_is_caught_and_its_micro_batch_skipped(run: Run) -> Non
     run.train()
     run.zero()
     run.backward(1, is_last=False)
-    handle = run.inner.blocks[1].register_forward_pre_hook(_raise)
-    with pytest.raises(_Failure):
+    with failing(run.inner.blocks[1].register_forward_pre_hook):
         run.backward(2, is_last=False)
-    handle.remove()
     run.backward(3)
     run.finish_and_step()
     run.train(1, first=2)
@@ -78,10 +63,8 @@ def a_forward_that_raises_is_caught_and_its_micro_batch_skipped(run: Run) -> Non
 def an_evaluation_that_raises_between_gradients_and_step(run: Run) -> None:
     run.train()
     run.compute(1)
-    handle = run.inner.blocks[1].register_forward_pre_hook(_raise)
-    with torch.no_grad(), pytest.raises(_Failure):
+    with torch.no_grad(), failing(run.inner.blocks[1].register_forward_pre_hook):
         run.forward()
-    handle.remove()
     run.step()
     run.train(1, first=2)
 

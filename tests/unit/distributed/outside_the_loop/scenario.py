@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -217,3 +217,24 @@ def for_kinds(kinds: tuple[str, ...], pattern: str) -> dict[str, str]:
 
 def largest(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+class Failure(Exception):
+    """An error that is raised in a forward or backward, and caught by the loop."""
+
+
+@contextmanager
+def failing(register: Callable[..., Any]) -> Iterator[None]:
+    """Makes the module whose `register_..._hook` is given raise, and catches the error."""
+    handle = register(_fail)
+    try:
+        yield
+    except Failure:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("what was to fail did not")
+
+
+def _fail(*unused: object) -> None:
+    raise Failure

@@ -1,4 +1,4 @@
-"""Where units are cut between ranks: no cut goes through what it has to keep together, and padding is counted."""
+"""The dtypes of a model, and where parameters of a unit are in flat buffers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.fully_sharded_data_parallel_config import ShardCut, parse_cut
 from core.distributed.plan.layout import PARAM_ALIGNMENT, BucketLayout, lay_out_unit
+from core.distributed.plan.pieces import mixed_precision_policy
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import build, toy
 
@@ -108,3 +112,39 @@ def test_fsdp2_cuts_by_rows() -> None:
         with pytest.raises(ParallelConfigError, match="FSDP2 always cuts by rows"):
             build("fsdp2", toy(), **settings)
     build("fsdp2", toy(), shard_cut="rows")
+
+
+# ---- the policy that a model's parameters and the settings make together
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("arrived", "compute", "settings", "expected"),
+    [
+        # (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+        ([FP32], FP32, {}, (None, None, None, False)),
+        ([FP32], BF16, {}, (BF16, BF16, FP32, True)),
+        ([FP32], BF16, {"grad_reduce_in_fp32": True}, (BF16, FP32, FP32, True)),
+        ([FP32], FP32, {"param_dtype": "bf16"}, (BF16, BF16, FP32, True)),
+        ([FP32], FP16, {"param_dtype": FP16, "reduce_dtype": "bf16"}, (FP16, BF16, FP32, True)),
+        ([BF16], FP32, {"param_dtype": "bf16"}, (BF16, BF16, FP32, True)),
+        ([BF16, FP32], FP32, {"param_dtype": "bf16", "reduce_dtype": FP32}, (BF16, FP32, FP32, True)),
+        ([BF16], BF16, {}, (None, None, None, False)),
+        ([BF16], BF16, {"grad_reduce_in_fp32": True}, (None, FP32, None, False)),
+        ([BF16, FP32], BF16, {}, (None, None, None, False)),  # fp32 norms stay fp32
+        ([FP64], FP32, {}, (None, None, None, False)),
+    ],
+)
+def test_only_what_arrives_in_fp32_is_cast(arrived, compute, settings, expected):
+    config = TorchFullyShardedDataParallelConfig(**settings)
+    of_model = SimpleNamespace(bf16=compute is BF16, fp16=compute is FP16)
+    policy = mixed_precision_policy([torch.zeros(1, dtype=dtype) for dtype in arrived], of_model, config)
+    assert policy == MixedPrecisionPolicy(*expected)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype"])
+def test_fp16_needs_a_loss_scale(field):
+    config = TorchFullyShardedDataParallelConfig(**{field: "fp16"})
+    with pytest.raises(ParallelConfigError, match=rf"{field} (is )?fp16.*fp16=False"):
+        mixed_precision_policy([torch.zeros(1)], SimpleNamespace(bf16=True), config)

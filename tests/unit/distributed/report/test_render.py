@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from core.base.errors import ConfigError
 from core.distributed import FullyShardedDataParallel, _BaseDataParallel
 from core.distributed.report.table import WIDTH, ModelFacts, model_facts
-from tests.unit._runs import build_gpt
+from tests.unit._gpt import build_gpt
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import WRAPPERS, batches, build, loss_of, toy
 

@@ -85,7 +85,7 @@ def test_fsdp2_and_adapter_settings_are_flags_and_survive_json():
 def test_without_flags_every_section_has_its_own_defaults():
     config = parse_arguments(REQUIRED)
     assert type(config.ddp) is DistributedDataParallelConfig
-    for section, kind in section_types(False).items():
+    for section, kind in section_types("no_shard").items():
         given = getattr(config, section)
         required = {"model": {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}}
         required |= {"data": {"seq_length": 8, "micro_batch_size": 2}, "run": {"train_iters": 4}}
@@ -93,14 +93,14 @@ def test_without_flags_every_section_has_its_own_defaults():
 
 
 def test_every_field_has_a_docstring_that_becomes_its_help():
-    for kind in section_types(True).values():
+    for kind in section_types("fsdp2").values():
         texts = flag_documentation(kind)
         assert {entry.name for entry in fields(kind)} <= texts.keys()
         assert all(texts.values())
 
 
 def test_fields_of_several_sections_mean_the_same():
-    names = Counter(entry.name for kind in section_types(True).values() for entry in fields(kind))
+    names = Counter(entry.name for kind in section_types("fsdp2").values() for entry in fields(kind))
     shared = {name for name, count in names.items() if count > 1}
     assert shared == {"fp16", "bf16", "use_distributed_optimizer"}  # one flag sets them all: look twice at another
 
@@ -204,7 +204,7 @@ def test_hints_are_for_flags_that_do_not_exist():
     from core.base.megatron_names import FOREIGN_FLAGS
 
     assert not {name.replace("-", "_") for name in FOREIGN_FLAGS} & {
-        entry.name for kind in section_types(True).values() for entry in fields(kind)
+        entry.name for kind in section_types("fsdp2").values() for entry in fields(kind)
     }
 
 

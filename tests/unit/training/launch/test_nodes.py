@@ -17,7 +17,7 @@ from core.training.launch import follower, joining, lines, nodes
 from core.training.launch.__main__ import main
 from core.training.launch.follower import Follower
 from core.training.launch.joining import Job, Joining, LostRankPolicy, signed_parts
-from core.training.launch.lines import Events, Lines
+from core.training.launch.lines import Connection, Events
 from core.training.launch.messages import (
     RUN_STARTED,
     Challenge,
@@ -77,7 +77,7 @@ class _First:
         """Joins as a launcher that does nothing more. Returns its end of the connection."""
         connection = socket.create_connection(self.listener.getsockname())
         said = []
-        there = Lines(connection, Challenge | Welcome | Refused, said.append)
+        there = Connection(connection, Challenge | Welcome | Refused, said.append)
         self.wait(lambda: there.read() or said)
         hello = replace(HELLO, nonce=secrets.token_hex(16), **other)
         there.send(replace(hello, signature=signature(b"", *signed_parts(hello, said[0].nonce))))

@@ -13,7 +13,7 @@ from core.base.errors import DataError, ParallelConfigError
 from core.base.initialization import initialize_parameters
 from core.base.parameters import copy_partition
 from core.transformer.moe import MoELayer
-from core.transformer.moe.load_balancing import take_pending
+from core.transformer.moe.load_balancing import pop_balance_loss
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.transformer.moe._layers import config_of, layer_of
@@ -48,7 +48,7 @@ def _serial(fields: dict[str, Any], replicas: int) -> tuple[list[torch.Tensor], 
         x, weights = _inputs(replica)
         x.requires_grad_()
         output = layer(x)
-        ((output * weights).sum() + take_pending(layer.router)).backward()
+        ((output * weights).sum() + pop_balance_loss(layer.router)).backward()
         outputs.append(output.detach())
         of_inputs.append(x.grad)
     found = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()}
@@ -85,7 +85,7 @@ def test_a_layer_on_ranks_equals_one_process(world, sizes, is_split, dispatcher)
     x, weights = _inputs(replica)
     x, weights = x[own].clone().requires_grad_(), weights[own]
     output = layer(x)
-    ((output * weights).sum() + take_pending(layer.router)).backward()
+    ((output * weights).sum() + pop_balance_loss(layer.router)).backward()
     torch.testing.assert_close(output, outputs[replica][own])
     torch.testing.assert_close(x.grad, expected["inputs"][replica][own])
     for name, parameter in layer.named_parameters():

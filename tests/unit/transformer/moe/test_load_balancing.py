@@ -42,7 +42,7 @@ def test_a_router_computes_its_losses(kind):
     for _ in range(2):  # the second micro-batch of a step has the counts of both, with "global_aux_loss"
         x = torch.randn(6, 3, 8, dtype=torch.float64)
         output = layer(x).sum()
-        pending = load_balancing.take_pending(layer.router)
+        pending = load_balancing.pop_balance_loss(layer.router)
         output.backward()
         logits = x @ layer.router.weight.t()  # [s, b, experts]
         shares, chosen = logits.softmax(-1), torch.nn.functional.one_hot(logits.topk(2).indices, 4).sum(-2)
@@ -54,7 +54,7 @@ def test_a_router_computes_its_losses(kind):
             balance = (4 * shares.mean((0, 1)) * counts[kind] / (18 * 2)).sum()
         expected = 0.5 * balance + 0.25 * logits.exp().sum(-1).log().square().mean()
         torch.testing.assert_close(pending, expected, rtol=1e-6, atol=1e-6)
-    assert load_balancing.take_pending(layer.router) is None
+    assert load_balancing.pop_balance_loss(layer.router) is None
 
 
 def test_several_losses_add_up_with_their_own_coefficients():
@@ -66,7 +66,7 @@ def test_several_losses_add_up_with_their_own_coefficients():
     ]:
         layer = layer_of(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients)
         _output = layer(x)
-        found[str(kinds)] = load_balancing.take_pending(layer.router)
+        found[str(kinds)] = load_balancing.pop_balance_loss(layer.router)
     one, other, both = found.values()
     torch.testing.assert_close(one + other, both)
 
@@ -78,7 +78,7 @@ def test_counts_of_the_loss_are_those_without_bias():
     for bias in (0.0, 9.0):  # chosen for all tokens, and yet not overloaded in the eyes of the loss
         layer.router.expert_bias[3] = bias
         _output = layer(x)
-        losses.append(load_balancing.take_pending(layer.router))
+        losses.append(load_balancing.pop_balance_loss(layer.router))
     assert torch.equal(*losses)
 
 
@@ -87,9 +87,9 @@ def test_a_layer_that_runs_twice_has_both_losses():
     inputs, each = torch.randn(2, 6, 3, 8), []
     for x in inputs:
         _output = layer(x)
-        each.append(load_balancing.take_pending(layer.router))
+        each.append(load_balancing.pop_balance_loss(layer.router))
     _outputs = [layer(x) for x in inputs]
-    torch.testing.assert_close(load_balancing.take_pending(layer.router), sum(each))
+    torch.testing.assert_close(load_balancing.pop_balance_loss(layer.router), sum(each))
 
 
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
@@ -202,7 +202,7 @@ def test_the_effect_is_that_of_adding_the_loss():
     losses.mean().backward()
     ours = _router_gradients(model)
     logits = model(TOKENS)
-    pending = [load_balancing.take_pending(layer.mlp.router) for layer in model.decoder.layers]
+    pending = [load_balancing.pop_balance_loss(layer.mlp.router) for layer in model.decoder.layers]
     main = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
     (main + sum(pending)).backward()
     torch.testing.assert_close(ours, _router_gradients(model), rtol=1e-6, atol=1e-9)
@@ -228,7 +228,7 @@ def test_losses_that_nothing_adds_are_warned_about():
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="were computed and not trained: the model was called without labels"):
         output.backward()
-    assert load_balancing.take_pending(model.decoder.layers[0].mlp.router) is None
+    assert load_balancing.pop_balance_loss(model.decoder.layers[0].mlp.router) is None
 
 
 _GLOBAL = {"moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "global_aux_loss"}

@@ -10,7 +10,7 @@ from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.transformer import TransformerBlock, TransformerLayer, build_module
 from core.transformer.mlp import MLP
 from core.transformer.moe import MoELayer, logged_statistics
-from core.transformer.moe.load_balancing import take_pending
+from core.transformer.moe.load_balancing import pop_balance_loss
 from tests.unit._spawn import run_distributed
 from tests.unit.transformer.moe._layers import config_of, expert_output, gradients, layer_of, written_out
 
@@ -102,8 +102,8 @@ def test_recomputation_gives_the_same_numbers_and_counts_once():
         x = torch.randn(5, 2, 8, requires_grad=True)
         torch.manual_seed(3)
         output = recompute(layer, x) if recomputed else layer(x)
-        (output.square().sum() + take_pending(layer.router)).backward()
-        assert take_pending(layer.router) is None  # a recomputation leaves none
+        (output.square().sum() + pop_balance_loss(layer.router)).backward()
+        assert pop_balance_loss(layer.router) is None  # a recomputation leaves none
         results.append({"output": output.detach(), "x": x.grad, "sums": layer.router.step_sums, **gradients(layer)})
         assert layer.router.global_counts.sum() == 20
     assert results[0]["sums"][:5].tolist()[4] == 10
@@ -257,7 +257,7 @@ def test_a_step_that_did_not_end_is_forgotten():
     layer(torch.randn(5, 2, 8)).sum().backward()
     layer(torch.randn(5, 2, 8))
     layer.clear_step_sums()
-    assert not layer.router.step_sums.any() and take_pending(layer.router) is None
+    assert not layer.router.step_sums.any() and pop_balance_loss(layer.router) is None
 
 
 def test_frozen_layers_are_counted():
