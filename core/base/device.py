@@ -8,14 +8,15 @@ uses a GPU that it was not assigned.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import ConfigError
-from .host_memory import host_memory_bytes
-from .seam import Seam
 from .text import choices
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -24,6 +25,28 @@ _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _GLOO_LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
 _NCCL_HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")  # https://docs.nvidia.com/cuda/cublas, "Results reproducibility"
+
+T = TypeVar("T")
+
+
+class Seam(Generic[T]):
+    """A value of the process that a simulation of other devices changes for a while: the planner's, and the tests'.
+
+    It is one value for all threads. Code reads `value` where it needs it, and `replaced` alone changes it.
+    """
+
+    def __init__(self, value: T) -> None:
+        # `replaced` sets and restores it, on one thread. Every thread reads it.
+        self.value = value
+
+    @contextmanager
+    def replaced(self, value: T) -> Iterator[None]:
+        """Puts another value in its place inside the ``with`` block, for all threads."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
 
 
 def device_type() -> str:
@@ -87,6 +110,11 @@ def compute_deterministically() -> None:
     # Filling allocated memory costs time, and nothing here reads it before writing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def host_memory_bytes() -> int:
+    """Returns the total memory of the machine in bytes, or if it is unknown a number that exceeds any machine's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
 def memory_bytes() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .seam import Seam
+from .device import Seam
 
 
 def host_pages(num_bytes: int) -> Tensor:
@@ -32,11 +31,6 @@ def host_pages(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def host_memory_bytes() -> int:
-    """Returns the total memory of the machine in bytes, or if it is unknown a number that exceeds any machine's."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
 AS_HOST_MEMORY: Seam[Callable[[Tensor], Tensor]] = Seam(lambda tensor: tensor)

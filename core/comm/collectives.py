@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ..base._torch_compat import all_gather_single, reduce_scatter_single
+from ..base.device import Seam
 from ..base.errors import warn_once
 from ..base.host_memory import transient_memory
-from ..base.seam import Seam
 from . import gloo
 from .call import message_tag
 from .gloo import EXCHANGE_TAG, Sum, add_in_tree, store

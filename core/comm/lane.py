@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..base.seam import Seam
+from ..base.device import Seam
 from . import streams
 from .record import is_recording, raise_if_late
 

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ..base.device import host_memory_bytes
 from ..base.errors import ConfigError, DataError, check_range
-from ..base.host_memory import host_memory_bytes
 from ..base.megatron_names import takes_megatron_fields
 from .indexed_dataset import IndexedDataset
 from .sample_index import build_indices, check_tokens, identity_of, load_or_build

@@ -235,7 +235,7 @@ def gradient_statistics(
 
 def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) -> RuleBuilder:
     if config.optimizer == "muon":
-        from .muon import MuonBuilder  # a plug-in: runs with other optimizers do not load it
+        from .muon.builder import MuonBuilder  # a plug-in: runs with other optimizers do not load it
 
         return MuonBuilder(config, overrides)
     return RuleBuilder(config, overrides)

@@ -28,8 +28,8 @@ from torch.distributed import pipelining
 
 from .. import parallel_state
 from ..base import device
+from ..base.device import Seam
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
-from ..base.seam import Seam
 from ..diagnostics.out_of_step import is_failure_of_backend
 from ..distributed import _BaseDataParallel
 from ..tensor_parallel.random import stage_streams

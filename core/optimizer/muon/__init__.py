@@ -5,7 +5,3 @@ rule            the update
 matrices        the matrices of parameters, their table, and the Newton-Schulz iteration
 matrix_owners   the rank that updates each matrix, and the exchanges between ranks
 """
-
-from .builder import MuonBuilder
-
-__all__ = ["MuonBuilder"]

@@ -1,6 +1,7 @@
 """The device of a rank and its backend: by machine, environment and existing group."""
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -97,3 +98,15 @@ def test_a_work_space_that_is_not_deterministic_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0'.*unset it, or set it to :4096:8"):
         device.compute_deterministically()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_value_is_put_back_after_an_error():
+    seam, seen = device.Seam(1), list[int]()
+    with pytest.raises(KeyboardInterrupt), seam.replaced(2):
+        with seam.replaced(3):
+            thread = threading.Thread(target=lambda: seen.append(seam.value))
+            thread.start()
+            thread.join()
+        seen.append(seam.value)
+        raise KeyboardInterrupt
+    assert (seen, seam.value) == ([3, 2], 1)

@@ -8,7 +8,10 @@ from fractions import Fraction
 import pytest
 import torch
 
+from core.optimizer.clip_grads import GradientStatistics
+from core.optimizer.distrib_optimizer import gradient_statistics
 from core.optimizer.exact_sums import (
+    ExactStatistics,
     exponent_of_unit,
     largest_magnitude,
     power_of_two,
@@ -17,6 +20,7 @@ from core.optimizer.exact_sums import (
     sum_in_any_order,
     sum_of_squares,
 )
+from core.process_groups_config import ProcessGroupCollection
 
 CPU = torch.device("cpu")
 
@@ -115,3 +119,8 @@ def test_order_of_losses_does_not_show():
 def test_non_finite_and_zero_losses():
     actual = sum_in_any_order(torch.tensor([[1.0, math.inf, 0.0], [math.nan, 1.0, 0.0]], dtype=torch.float64))
     assert math.isnan(actual[0]) and actual[1:].tolist() == [math.inf, 0.0]
+
+
+def test_exact_statistics_are_those_of_reproducible_runs():
+    kinds = [type(gradient_statistics([], ProcessGroupCollection(), is_exact=is_exact)) for is_exact in (False, True)]
+    assert kinds == [GradientStatistics, ExactStatistics]
