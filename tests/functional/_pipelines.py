@@ -78,7 +78,7 @@ def over_stages(
     }
     return Training(
         MUON if muon else SGD,
-        steps=8 if precision == "fp16" else 5,
+        steps=10 if settings.get("micro_batches") == 1 else 8 if precision == "fp16" else 5,  # until the loss falls
         precision=precision,
         fields=_GPT | (fields or {}),
         groups=groups if vpp is None else groups | {"virtual_pipeline_model_parallel_size": vpp},
