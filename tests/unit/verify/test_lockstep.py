@@ -15,8 +15,8 @@ import torch.distributed as dist
 from core.base.errors import ConfigError, WrapError
 from core.base.module_protocol import unwrap_model
 from core.distributed import _BaseDataParallel
-from core.distributed.flat.flat_engine import FlatEngine
-from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine
+from core.distributed.flat.flat_engine import FlatGradients
+from core.distributed.fsdp2.fsdp2_engine import TorchGradients
 from core.optimizer.distrib_optimizer import DistributedOptimizer
 from core.verify import WRAPPERS, FirstDifference, Options, Verdict, load_model_under_test, names_of_wrappers, verify
 from tests.unit._spawn import RankFailure, run_distributed
@@ -36,14 +36,14 @@ def _verified(function: str, options: Options, wrappers: list[str] | None = None
 @contextmanager
 def _one_gradient_doubled_in_the_third_step() -> Iterator[None]:
     """Doubles one gradient of FSDP2, on every rank."""
-    finish, calls = Fsdp2Engine.finish_reduction, itertools.count()
+    finish, calls = TorchGradients.finish, itertools.count()
 
-    def planted(self: Fsdp2Engine) -> None:
+    def planted(self: TorchGradients) -> None:
         finish(self)
         if next(calls) == 2:
             dict(self.model.named_parameters())["layers.0.0.bias"].grad *= 2  # type: ignore[operator]
 
-    with mock.patch.object(Fsdp2Engine, "finish_reduction", planted):
+    with mock.patch.object(TorchGradients, "finish", planted):
         yield
 
 
@@ -79,15 +79,15 @@ def _a_sum_in_place_of_a_mean() -> Iterator[None]:
 
 @contextmanager
 def _a_gradient_that_is_not_finite() -> Iterator[None]:
-    finish = FlatEngine.finish_reduction
+    finish = FlatGradients.finish
 
-    def planted(self: FlatEngine) -> None:
+    def planted(self: FlatGradients) -> None:
         finish(self)
         if self.plan.strategy == "optim":
-            for gradient in self.gradients():
+            for gradient in self.tensors():
                 gradient.mul_(math.nan)
 
-    with mock.patch.object(FlatEngine, "finish_reduction", planted):
+    with mock.patch.object(FlatGradients, "finish", planted):
         yield
 
 
