@@ -66,7 +66,7 @@ class BucketMemory:
             self._hold(buffer.grad_data[plan.layout.start : plan.layout.end])
             self._part = self.whole.chunk(buffer.plan.num_shards)[rank]  # type: ignore[attr-defined]
             for slot in self.slots:
-                slot.zero()
+                slot.zero(writes=False)
 
     @property
     def shard(self) -> Tensor:

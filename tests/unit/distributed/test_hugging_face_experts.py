@@ -310,7 +310,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
             hugging_face_model("mixtral", num_local_experts=5),
             "has 5 experts, which expert_model_parallel_size 2 does not divide",
         ),
-        ({"expert_tensor_parallel_size": 2}, _model("even mixtral"), "leave out expert_tensor_parallel_size$"),
+        ({"expert_tensor_parallel_size": 2}, _model("even mixtral"), "drop expert_tensor_parallel_size$"),
     ):
         parallel_state.initialize_model_parallel(**sizes)
         with pytest.raises(ShardstackError, match=message):
