@@ -110,7 +110,7 @@ def _step(row: Row) -> Callable[[], None]:
         finalize_model_grads([model])
         optimizer.step()
         # Else gathers would run in the other checkout's turn. Until 2026-11-27 the wrapper had it.
-        (model.settle_parameters if hasattr(model, "settle_parameters") else model.engine.settle)()
+        (model.settle_parameters if hasattr(model, "settle_parameters") else model.engine.parameters.settle)()
 
     return step
 
