@@ -13,7 +13,7 @@ are read twice, and their gradient is written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +71,8 @@ def vocab_parallel_cross_entropy(
     size, vocab = group_size(group), vocab_parallel_logits.shape[-1]
     check_ids(target, vocab * size, "target", exception=IGNORE_INDEX)
     logits, flat = vocab_parallel_logits.reshape(-1, vocab), target.reshape(-1)
-    return cast(Tensor, _VocabParallelCrossEntropy.apply(logits, flat, float(label_smoothing), group)).view_as(target)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, flat, float(label_smoothing), group)
+    return losses.view_as(target)
 
 
 def linear_cross_entropy(

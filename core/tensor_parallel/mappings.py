@@ -22,7 +22,7 @@ mapping returns its input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,8 @@ def column_parallel_linear(
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return cast(Tensor, _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel))
+    output: Tensor = _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel)
+    return output
 
 
 def _check_others(caller: str, use_global_buffer: bool, **split_sizes: list[int] | None) -> None:

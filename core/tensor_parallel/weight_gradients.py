@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,8 @@ def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
     # Autograd adds rows to a plain tensor's gradient, and its hooks would see them.
     may_add = adds_rows and type(weight) in (Tensor, torch.nn.Parameter) and not weight._backward_hooks
     if weight.is_cpu and not is_on_gpu(weight) and (_has_lender(weight) or (may_add and _is_trained(weight))):
-        return cast(Tensor, _Embedding.apply(ids, weight))
+        output: Tensor = _Embedding.apply(ids, weight)
+        return output
     return F.embedding(ids, weight)
 
 
@@ -96,7 +97,8 @@ def lender_of(weight: Tensor) -> Lender | None:
     """Returns the weight's lender for backward to save, because recomputation may pass a weight without attributes."""
     if weight._backward_hooks:  # hooks may keep a gradient
         return None
-    return cast("Lender | None", getattr(weight, "lend_gradient_memory", None))
+    lender: Lender | None = getattr(weight, "lend_gradient_memory", None)
+    return lender
 
 
 def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -142,7 +141,8 @@ class SelfAttention(MegatronModule):
             context = recompute(core, query, key, value, attention_mask)
         else:
             context = self.core_attention(query, key, value, attention_mask, **packing(documents))
-        return cast(torch.Tensor, self.linear_proj(context)[0])
+        output: torch.Tensor = self.linear_proj(context)[0]
+        return output
 
     def _query_key_value(
         self, hidden_states: torch.Tensor, rotation: Rotation | None

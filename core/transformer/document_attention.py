@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ def attend_within_documents(
     """
     if dropout > 0.0:  # torch's own kernel: with dropout the shapes of its saved tensors differ between devices
         return _unflatten(_attend(query, key, value, bounds, counts, dropout)[0], query)
-    return cast(Tensor, torch.ops.shardstack.attend_within_documents(query, key, value, bounds, counts)[0])
+    output: Tensor = torch.ops.shardstack.attend_within_documents(query, key, value, bounds, counts)[0]
+    return output
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor, dropout: float) -> Any:
@@ -113,7 +114,8 @@ def _flatten(tensor: Tensor) -> Tensor:
 def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
     """Undoes `_flatten`: `[s, b, n, d]`, in memory `[b, s, n, d]`."""
     length, rows, _, channels = like.shape
-    return cast(Tensor, flat[..., :channels].unflatten(0, (rows, length)).contiguous().transpose(0, 1))
+    output: Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous().transpose(0, 1)
+    return output
 
 
 # ---- the operation: its kernels, the shapes that the compiler sees, and its derivative

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,8 @@ class Adapter(nn.Module):
     def forward(self, input_: Tensor) -> Tensor:
         """Maps `[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
         features = self.linear_in(input_)[0]  # [s, b, rank]
-        return cast(Tensor, self.linear_out(features * self.scale)[0])
+        output: Tensor = self.linear_out(features * self.scale)[0]
+        return output
 
     def merge_into(self, layer: nn.Module) -> None:
         """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and removes itself from the layer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -80,7 +79,8 @@ class MLP(MegatronModule):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
-        return cast(torch.Tensor, self.linear_fc2(activate(hidden, self.activation, self.is_gated))[0])
+        output: torch.Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated))[0]
+        return output
 
 
 def activate(hidden: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> torch.Tensor:
@@ -89,4 +89,5 @@ def activate(hidden: torch.Tensor, activation: Callable[[torch.Tensor], torch.Te
         return activation(hidden)
     # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.
     gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
-    return cast(torch.Tensor, activation(gate) * up)
+    output: torch.Tensor = activation(gate) * up
+    return output

@@ -12,7 +12,7 @@ weights is no such operation, because the random state that it saves differs fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +48,11 @@ def attend_in_pieces(
         `[s / cp, b, heads, d]`.
     """
     if dropout > 0.0:
-        return cast(Tensor, _DroppingAttention.apply(query, key, value, document_starts, dropout, group))
+        output: Tensor = _DroppingAttention.apply(query, key, value, document_starts, dropout, group)
+        return output
     name = "" if group is None else group.group_name
-    return cast(Tensor, torch.ops.shardstack.attend_in_pieces(query, key, value, document_starts, name)[0])
+    attended: Tensor = torch.ops.shardstack.attend_in_pieces(query, key, value, document_starts, name)[0]
+    return attended
 
 
 class _DroppingAttention(torch.autograd.Function):

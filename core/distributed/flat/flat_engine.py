@@ -93,7 +93,7 @@ class FlatEngine(Engine):
         Where parameters are sharded, gradients are reduced in another group and lane than parameters are gathered in:
         neither waits for the other.
         """
-        # All that is trained is on one device (`reject_unfit`); what is frozen may be elsewhere.
+        # All that is trained is on one device (the guard `DenseOnOneDevice`); what is frozen may be elsewhere.
         device = next((param.device for param in named_params.values() if param.requires_grad), current_device())
         has_twins = plan.shards_parameters and plan.num_shards > 1
         lane = comm_lane(device, int(has_twins))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,8 @@ class Permutation:
 
     def to_rows(self, tokens: Tensor) -> Tensor:
         """Copies each token `[tokens, h]` to the rows of its experts, `[rows, h]`."""
-        return cast(Tensor, _Rows.apply(tokens, self.order, self.inverse, self.topk))
+        output: Tensor = _Rows.apply(tokens, self.order, self.inverse, self.topk)
+        return output
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Brings rows `[rows, h]` back to their tokens, `[tokens, k, h]`, with zeros for places without a row."""
@@ -193,7 +194,8 @@ def _compute_elsewhere(
     by_expert = sort_by_expert(own.unsqueeze(1), by_rank.shape[1])
     own_rows = by_expert.to_rows(_Exchange.apply(rows, ins, outs, group))
     outputs = by_expert.from_rows(compute(own_rows, by_expert)).squeeze(1)
-    return cast(Tensor, _Exchange.apply(outputs, outs, ins, group))
+    output: Tensor = _Exchange.apply(outputs, outs, ins, group)
+    return output
 
 
 class _Exchange(torch.autograd.Function):

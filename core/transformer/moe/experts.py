@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +118,8 @@ class GroupedMLP(MegatronModule):
     def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
         """Maps `[rows, h]`, sorted by expert, to `[rows, h]`: this tensor-parallel rank's partial sums."""
         hidden = self.linear_fc1(rows, permutation)  # [rows, ffn / tp], twice that when gated
-        return cast(Tensor, self.linear_fc2(activate(hidden, self.activation, self.is_gated), permutation))
+        output: Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated), permutation)
+        return output
 
 
 class SharedExpertMLP(MLP, ParameterOwner):
@@ -187,7 +188,8 @@ def rows_of_experts(vectors: Tensor, row_experts: Tensor, dtype: torch.dtype) ->
     rows', rounded once, with the same bits each time: `index_select` adds on a GPU in the dtype of the vectors, in any
     order.
     """
-    return cast(Tensor, _RowsOfExperts.apply(vectors, row_experts, dtype))
+    output: Tensor = _RowsOfExperts.apply(vectors, row_experts, dtype)
+    return output
 
 
 class _RowsOfExperts(torch.autograd.Function):

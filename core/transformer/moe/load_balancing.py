@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ _notes: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ForwardNote]]] = w
 
 
 def begin_forward() -> None:
-    """Begins a forward of a model, so that its losses are told apart from other forwards' losses."""
+    """Begins a forward of a model, which keeps its losses apart from those of other forwards."""
     global _forward
     _forward += 1
 
@@ -164,7 +164,8 @@ def add_pending(losses: Tensor, pending: list[Tensor], has_loss: Tensor | None =
     """Adds `pending` to the gradient of every element of `losses`."""
     if not pending or not torch.is_grad_enabled():
         return losses
-    return cast(Tensor, _WithLosses.apply(losses, has_loss, context_group(), *pending))
+    output: Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
+    return output
 
 
 def pop_balance_losses(model: nn.Module, forward: int | None = None) -> list[Tensor]:
