@@ -241,7 +241,9 @@ def _add_details(row: Row, training: Training, report: Report, path: Path | None
                 status = 1
         else:
             report.rows[-1] = replace(report.rows[-1], **{name: detail})
-            print(f"    {detail if name == 'update' else profile_line(detail)}")
+            report.save(path)
+            print(f"    {detail if name == 'update' else profile_line(detail)}")  # what is printed is in the file
+            continue
         report.save(path)
     return status
 
