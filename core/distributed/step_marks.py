@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.errors import OptimizerError, UnitError
+from ..base.memory_categories import note_optimizer
 from ..base.parameters import can_be_pending, make_pending
 
 MARK = "_step_mark"
@@ -76,17 +77,7 @@ def mark_of(param: Any) -> StepMark | None:
 def note_own_optimizer(optimizer: Optimizer) -> None:
     """Makes the hooks skip an optimizer that calls its wrappers itself."""
     setattr(optimizer, _IS_OWN, True)
-    _optimizers.add(optimizer)
-
-
-def known_optimizers() -> list[Optimizer]:
-    """Returns the optimizers of `core.optimizer`, and those that have stepped marked parameters, as far as they
-    exist."""
-    return list(_optimizers)
-
-
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""`note_own_optimizer` and the hook before a step add to it. Freed optimizers drop out."""
+    note_optimizer(optimizer)
 
 
 @functools.cache
@@ -104,7 +95,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     setattr(optimizer, _MET, marks)
     if not marks:
         return
-    _optimizers.add(optimizer)
+    note_optimizer(optimizer)
     name = type(optimizer).__name__
     for mark in marks:
         mark.refuse(name)

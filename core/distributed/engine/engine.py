@@ -210,8 +210,8 @@ class Engine(ABC):
     Attributes:
         plan: what is done to the model.
         parameters, gradients: what both engines do, and every caller may ask for.
-        places: address and dtype of each parameter that the engine keeps in memory of its own, which nobody else may
-            move.
+        places: address and dtype of each parameter that the engine keeps in memory of its own: a move
+            elsewhere is an error.
     """
 
     places: Mapping[nn.Parameter, tuple[int, torch.dtype]] = {}
