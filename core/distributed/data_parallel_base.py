@@ -258,7 +258,6 @@ class _BaseDataParallel(_WrappedParameters):
             _scale(engine, tree.factor)
         engine.share_buffers()
         self.step.enter(Phase.REDUCED)
-        self.step.number += 1
         if force_all_reduce:
             gradients.gather()
 

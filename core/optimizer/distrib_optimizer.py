@@ -22,12 +22,13 @@ from ..base.module_protocol import unwrap_model
 from ..base.parameters import elements_of
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
-from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
+from ..distributed import DistributedDataParallel, DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks
 from ..distributed.engine.engine import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
+from ..distributed.plan.parts import ParamPlan
 from ..distributed.plan.pieces import full_param_layout
 from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 from .clip_grads import GradientStatistics
@@ -103,7 +104,8 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            wrapper.engine.parameters.publish()
+            if isinstance(wrapper, DistributedDataParallel):  # others gather parameters in forward
+                wrapper.start_param_sync()
 
 
 def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool = True) -> list[MainParam]:
@@ -120,6 +122,7 @@ def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool =
     names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)
+        planned = chunk.plan.trained_params if isinstance(chunk, _BaseDataParallel) else {}
         prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
@@ -127,7 +130,7 @@ def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool =
             identities.add(id(param))
             owner, _, attribute = name.rpartition(".")
             place = prefix + name, param, model.get_submodule(owner), attribute
-            run = _planned_run(chunk, name, param)
+            run = _planned_run(chunk, planned.get(name), param, name)
             main_params.append(
                 MainParam(*place, has_master=has_master)
                 if run is None
@@ -136,17 +139,19 @@ def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool =
     return main_params
 
 
-def _planned_run(chunk: nn.Module, name: str, param: nn.Parameter) -> tuple[FlatEngine, int, int] | None:
+def _planned_run(
+    chunk: nn.Module, planned: ParamPlan | None, param: nn.Parameter, name: str
+) -> tuple[FlatEngine, int, int] | None:
     """Returns the engine and the bounds of a `MainRange`, or None where the rank updates all that it holds."""
     wrapper = owner_of(param)
     if isinstance(chunk, _BaseDataParallel) and chunk.plan.shards_buffers and isinstance(chunk.engine, FlatEngine):
-        if wrapper is not chunk or name not in chunk.plan.trained_params or not param.is_contiguous():
+        if wrapper is not chunk or planned is None or not param.is_contiguous():
             raise OptimizerError(
                 f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
                 "wrapping; wrap the model when it is complete"
             )
         index = chunk.plan.over_ranks_of(kind_of(param)).shard_index
-        start, end = chunk.plan.trained_params[name].bounds[index : index + 2]
+        start, end = planned.bounds[index : index + 2]
         return chunk.engine, start, end
     if wrapper is not None and wrapper.plan.shards_buffers:
         raise OptimizerError(
@@ -200,19 +205,20 @@ def get_megatron_optimizer(
     def make_groups(params: Sequence[MainParam]) -> list[dict[str, Any]]:
         return build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
 
-    def choose() -> tuple[list[_BaseDataParallel], list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
-        sharding = _wrappers_that_shard_state(config, model_chunks)
+    def choose() -> tuple[bool, list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
+        is_sharded = _shards_state(config, model_chunks)
         params = collect_main_params(model_chunks)
         _check_precision(config, model_chunks, params)
         reasons = builder.choose(params)
-        return sharding, params, reasons, builder.groups(reasons, make_groups)
+        return is_sharded, params, reasons, builder.groups(reasons, make_groups)
 
     stages = pipeline_ranks(model_groups, ConfigError)
-    sharding, params, reasons, groups = stages.on_all(choose)  # for what one stage alone raised, the others would wait
+    # For what one stage alone raised, the others would wait.
+    is_sharded, params, reasons, groups = stages.on_all(choose)
     of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
     builder.check({name: reason for of_stage in of_stages for name, reason in of_stage.items()})
     rule = builder.build(groups, reasons, model_groups)
-    kind = DistributedOptimizer if sharding else MegatronOptimizer
+    kind = DistributedOptimizer if is_sharded else MegatronOptimizer
     is_exact = any(wrapper.plan.settings.reproducible_across_ranks for wrapper in wrappers)
     statistics = gradient_statistics(params, model_groups, is_exact=is_exact)
     return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers, groups=model_groups)
@@ -241,8 +247,8 @@ def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) ->
     return RuleBuilder(config, overrides)
 
 
-def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_BaseDataParallel]:
-    """Returns the chunks' wrappers if each rank updates its share of their flat buffers, else an empty list."""
+def _shards_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> bool:
+    """Returns whether each rank updates its share of the wrappers' flat buffers."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
     sharding = [wrapper for wrapper in wrappers if wrapper.plan.shards_buffers]
@@ -251,14 +257,14 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
             f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
             "of them by one strategy"
         )
-    is_sharded = config.use_distributed_optimizer
-    if is_sharded is not None and is_sharded != bool(sharding):
+    expected = config.use_distributed_optimizer
+    if expected is not None and expected != bool(sharding):
         names = " and ".join(sorted(strategies)) or "no_shard"
         raise ConfigError(
-            f"use_distributed_optimizer is {is_sharded} in OptimizerConfig, but data_parallel_sharding_strategy is "
+            f"use_distributed_optimizer is {expected} in OptimizerConfig, but data_parallel_sharding_strategy is "
             f"{names} in the config of the model's wrapper, which decides; leave the first at None"
         )
-    return sharding
+    return bool(sharding)
 
 
 def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: list[MainParam]) -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from tests.unit.distributed import _plain_training
 
-LIBRARY = {
-    "base",
-    "comm",
-    "dist_checkpointing",
-    "distributed",
-    "optimizer",
-    "process_groups",
-    "process_groups_config",
-}
+LIBRARY = {"base", "comm", "dist_checkpointing", "distributed", "optimizer", "process_groups", "process_groups_config"}
 """Rooms of `core` below the wall, as in ``[tool.importlinter]`` of `pyproject.toml`, without `parallel_state`, which
 none of them imports, and without the plug-ins below."""
 PLUG_INS = {
