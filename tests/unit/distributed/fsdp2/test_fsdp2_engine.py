@@ -299,7 +299,7 @@ def test_nothing_stays_gathered_beyond_the_last_micro_batch() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_of_torch_reads_no_gradient_that_is_not_finite() -> None:
+def test_torchs_optimizer_reads_finite_gradients() -> None:
     model = build("fsdp2", toy(), check_for_nan_in_grad=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = _toys.loss_of(model, batches(dist.get_rank())[0])
