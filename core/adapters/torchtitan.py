@@ -106,7 +106,7 @@ def with_fsdp2(config: Any) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Returns the config function of this name, of any of torchtitan's models. Its ``--config`` asks for it here."""
+    """Returns the config function of this name, of any of torchtitan's models. torchtitan's ``--config`` asks here."""
     if name.startswith("_"):  # Python's own look-ups would import every model
         raise AttributeError(f"{__name__} has no attribute {name!r}")
     # A config's name begins with its model's: looking there first imports no other model.
