@@ -17,7 +17,7 @@ PUBLIC = (
     "core.distributed",
     "core.optimizer",
     "core.optimizer.averaged_weights",
-    "core.optimizer.run_state",
+    "core.dist_checkpointing.run_state",
     "core.optimizer_param_scheduler",
     "core.weights",
     "core.models.gpt",

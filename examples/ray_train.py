@@ -19,7 +19,6 @@ import core.rendezvous.default_group
 from core import dist_checkpointing as checkpoints
 from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.run_state import RunState
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -28,12 +27,11 @@ def train(settings: dict[str, Any]) -> None:
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.base.device.current_device())
-    group, units = torch.distributed.group.WORLD, [nn.TransformerEncoderLayer]
-    model = wrap_model(model, None, FullyShardedDataParallelConfig(), process_group=group, sub_modules_to_wrap=units)
+    model = wrap_model(model, FullyShardedDataParallelConfig(), sub_modules_to_wrap=[nn.TransformerEncoderLayer])
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
-    state, folder, first = RunState(model, optimizer), Path(settings["folder"]), 0
-    if last := checkpoints.latest_checkpoint(folder) if folder.exists() else None:
-        first = state.load(last)["step"]
+    folder, first = Path(settings["folder"]), 0
+    if folder.exists() and checkpoints.latest_checkpoint(folder):
+        first, _ = checkpoints.load_training(folder, model, optimizer)
     for step in range(first, settings["steps"]):
         samples = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
         batch = torch.randn(4, 8, 32, generator=samples).to(core.base.device.current_device())
@@ -41,7 +39,7 @@ def train(settings: dict[str, Any]) -> None:
         (loss := (model(batch) - batch.roll(1, 1)).square().mean()).backward()
         finalize_model_grads([model])
         _, norm, _ = optimizer.step()
-        state.save(checkpoints.checkpoint_directory(folder, step + 1), metadata={"step": step + 1})
+        checkpoints.save_training(folder, model, optimizer, step=step + 1)
         ray.train.report({"step": step + 1, "loss": loss.item(), "grad_norm": norm})
 
 

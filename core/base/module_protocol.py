@@ -8,7 +8,8 @@ Of a module's class:
 * ``is_unit``: its outermost instances become units where the user names none. Where no module of a model has it, the
   items of the outermost lists of repeated layers do.
 * ``is_one_layer``: it is one layer of weights, which recomputation would not make smaller.
-* ``is_model_wrapper``: it only calls the model in its attribute ``module``, whose names checkpoints use.
+* ``is_model_wrapper``: it only calls the model in its attribute ``module``, whose names checkpoints use. Its method
+  ``settle``, if it has one, waits until the parameters are what its last step has made them.
 * ``saved_operations``: names of operations, such as ``flash_attn::_flash_attn_forward``, whose results selective
   recomputation saves next to those of torch's products and attention.
 * ``adds_gradient_rows``: a flag that a wrapper sets on each instance: whether backward may add only the rows in use
@@ -112,6 +113,12 @@ def unwrap_model(module: nn.Module) -> nn.Module:
     while _of_class(module, "is_model_wrapper", False):
         module = cast(nn.Module, module.module)
     return module
+
+
+def settle_parameters(module: nn.Module) -> None:
+    """Waits, if a module is a data-parallel wrapper, until its parameters are what its last step has made them."""
+    if _of_class(module, "is_model_wrapper", False) and (settle := getattr(type(module), "settle", None)):
+        settle(module)
 
 
 def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""Finds undamaged checkpoints that a run can continue from, and offers them where another one is damaged."""
+"""Finds the checkpoint that a run continues from, and offers an undamaged one where another is damaged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,37 @@ from pathlib import Path
 from ..base.errors import CheckpointError
 from .agreement import Ranks
 from .format import folders
+from .format.index import INDEX_FILE
 from .format.reader import is_good
 from .loading import damage
+
+
+def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
+    """Returns the latest checkpoint of a run's folder, or the folder itself if it is a checkpoint.
+
+    Args:
+        fall_back: if ``latest`` names none, take the one of the highest iteration.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(root):
+        return root
+    try:
+        checkpoint = folders.latest_checkpoint(root) if root.is_dir() else None
+    except CheckpointError:
+        checkpoint = next(iter(folders.complete_checkpoints(root)), None) if fall_back else None
+        if checkpoint is None:
+            raise
+    if checkpoint is None:
+        found = "holds no checkpoint" if root.is_dir() else "no such folder"
+        raise CheckpointError(f"{root}: {found}; give the folder of a run, or of a checkpoint")
+    return checkpoint
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Returns whether a folder is one checkpoint, not the folder of a run."""
+    return (folder / INDEX_FILE).is_file()
 
 
 def newest_good(root: Path, ranks: Ranks, *, exclude: Path | None = None) -> Path | None:

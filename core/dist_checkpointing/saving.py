@@ -75,6 +75,16 @@ def save(
     _Writer(folder, metadata, keep).write(agreement.offers(state), keys, [pieces[key] for key in keys], ranks)
 
 
+def all_finite(state: Mapping[str, Tensor], ranks: Ranks) -> bool:
+    """Returns whether no floating value of a state is infinite or NaN on any rank. Collective."""
+    parts = [part for part in agreement.held_pieces(state).values() if part.is_floating_point()]
+    ends = [end for part in parts if part.element_size() > 1 for end in torch.aminmax(part)]  # both are NaN if any is
+    everywhere = torch.tensor(int(all(end.isfinite() for end in ends)), device=device.current_device())
+    if ranks.size > 1:
+        all_reduce_by_backend(everywhere, ranks.group, what="whether all values are finite", op=dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
 _GROUP_LIMIT = timedelta(hours=6)
 """How long ranks that have written wait for one that still writes. A rank that has ended is noticed at once."""
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ..base.errors import ConfigError
 from ..base.megatron_names import absent_names
+from ..base.module_protocol import unwrap_model
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
@@ -34,25 +36,50 @@ __all__ = [
 
 def wrap_model(
     module: nn.Module,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
+    config: Any = None,
+    ddp_config: DistributedDataParallelConfig | None = None,
     *,
     process_group: Ranks | None = None,
     pg_collection: ProcessGroupCollection | None = None,
     sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
     disable_bucketing: bool = False,
 ) -> _BaseDataParallel:
-    """Wraps a model. The type of ``ddp_config`` and its sharding strategy choose the wrapper.
+    """Wraps a model: ``wrap_model(net, ddp_config)``, or in Megatron-LM's order ``(net, config, ddp_config)``.
 
-    A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean
-    `DistributedDataParallel`, and ``optim_grads_params`` means `FullyShardedDataParallel`.
+    The type of ``ddp_config`` and its sharding strategy choose the wrapper. A `TorchFullyShardedDataParallelConfig`
+    means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean `DistributedDataParallel`, and
+    ``optim_grads_params`` means `FullyShardedDataParallel`. Without one the model is replicated.
 
     Args:
-        process_group: the ranks, or a mesh of them; as in the wrappers.
+        config: the model's config. Left out, it is the module's own ``config`` if that has Megatron-LM's fields. Any
+            object will do, as an absent field takes its default. What is read of it, and `describe` lists:
+            ``bf16`` and ``fp16``, the dtype that parameters are cast to for computing; ``calculate_per_token_loss``,
+            by which gradients are summed, not averaged; ``gradient_accumulation_fusion``;
+            ``tensor_model_parallel_size``, ``context_parallel_size``, ``pipeline_model_parallel_size`` and
+            ``expert_model_parallel_size``, which the groups have to match.
+        ddp_config: the wrapper's settings.
+        process_group: the ranks, or a mesh of them. By default those of `core.parallel_state`, or where that is not
+            initialised all ranks of ``torch.distributed``.
         pg_collection: the same in Megatron-LM's form.
-        sub_modules_to_wrap: classes of units.
+        sub_modules_to_wrap: classes of units, or their names.
         disable_bucketing: reduce each buffer of gradients in one piece.
+
+    Raises:
+        ConfigError: `ddp_config` is no config of a wrapper.
+        WrapError, ParallelConfigError, ParallelStateError: as the wrappers do.
     """
+    if isinstance(config, DistributedDataParallelConfig) and not isinstance(ddp_config, DistributedDataParallelConfig):
+        config, ddp_config = ddp_config, config
+    if config is None:
+        own = getattr(unwrap_model(module), "config", None)
+        config = own if hasattr(own, "calculate_per_token_loss") else None
+    if ddp_config is None:
+        ddp_config = DistributedDataParallelConfig()
+    if not isinstance(module, nn.Module) or not isinstance(ddp_config, DistributedDataParallelConfig):
+        raise ConfigError(
+            f"wrap_model was given a {type(module).__name__} as the model and a {type(ddp_config).__name__} as the "
+            "wrapper's settings; call wrap_model(net, FullyShardedDataParallelConfig()), for example"
+        )
     return _WRAPPERS[ddp_config.engine](
         config,
         ddp_config,

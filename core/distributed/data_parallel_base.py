@@ -89,7 +89,8 @@ class _BaseDataParallel(_WrappedParameters):
         super().__init__()
         kind = self.engine_kind
         reject_wrapped(module, (_BaseDataParallel,))  # before anything is read of it: marks would be another wrapper's
-        groups = find_groups(type(self).__name__, ddp_config.num_distributed_optimizer_instances, ranks, pg_collection)
+        instances = ddp_config.num_distributed_optimizer_instances
+        groups = find_groups(type(self).__name__, instances, ranks, pg_collection, config)
         for parameter in module.parameters():
             vars(parameter).pop(LEFT_OUT, None)  # the mark of an earlier wrapper
         if ddp_config.replicated or ddp_config.ignored:

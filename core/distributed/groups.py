@@ -6,17 +6,17 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import process_groups
 from ..base import device
 from ..base._torch_compat import num_groups_of_this_rank
-from ..base.errors import ParallelConfigError
+from ..base.errors import ParallelConfigError, ParallelStateError
 from ..comm.collectives import all_reduce_by_backend
 from ..process_groups import ParallelGroups
 from ..process_groups_config import ProcessGroupCollection, groups_in_effect
@@ -127,19 +127,25 @@ def find_groups(
     num_instances: int,
     process_group: Ranks | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    config: Any = None,
 ) -> DataParallelGroups:
-    """Returns the groups given to a wrapper, by default those of `core.parallel_state`.
+    """Returns the groups given to a wrapper, by default those of `core.parallel_state`, or else the default group.
 
     Args:
         caller: name of the function that the user called, for messages.
         num_instances: optimizer instances, ``num_distributed_optimizer_instances``.
         pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`, its `expt_dp` for experts, and the
             rest as `model`.
+        config: the model's config. Where it asks for model parallelism, the default group is not taken.
 
     Raises:
         ParallelConfigError: `process_group` and `pg_collection` are both given or of the wrong type; or the number of
             instances does not match the groups, or does not divide the ranks.
+        ParallelStateError: there are no groups: ``torch.distributed`` is not initialised, or `core.parallel_state` is
+            not for a model that is split.
     """
+    if process_group is None and pg_collection is None and process_groups.groups_or_none() is None:
+        process_group = _default_ranks(caller, num_instances, config)
     replicas = _find_replicas(caller, num_instances, process_group, pg_collection)
     return replace(replicas, model=groups_in_effect(pg_collection))
 
@@ -269,6 +275,39 @@ def _group_of_collection(
     if group is None:
         raise ParallelConfigError(f"{caller}: pg_collection has neither dp_cp nor dp; set dp_cp, the replicas' ranks")
     return group
+
+
+def _default_ranks(caller: str, num_instances: int, config: Any) -> Ranks:
+    """Returns all ranks of ``torch.distributed``: its default group, or a mesh with a row for each instance."""
+    for name in SPLITS:
+        if (getattr(config, name, None) or 1) > 1:
+            raise ParallelStateError(
+                f"{caller} found no groups, and config.{name} is {getattr(config, name)}; call "
+                "core.parallel_state.initialize_model_parallel() first, or give process_group, the ranks with replicas"
+            )
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ParallelStateError(
+            f"{caller} found no ranks: torch.distributed is not initialised; call "
+            "core.rendezvous.default_group.init_process_group() first, which without a launcher makes a group of one"
+        )
+    world = dist.distributed_c10d._get_default_group()
+    if num_instances == 1:
+        return world
+    if num_instances < 1 or world.size() % num_instances:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {num_instances}, which does not divide the {world.size()} ranks"
+        )
+    shape = (num_instances, world.size() // num_instances)
+    return init_device_mesh(device.device_type(), shape, mesh_dim_names=("replicate", "shard"))
+
+
+SPLITS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+"""Fields of a model's config that say over how many ranks the model is split."""
 
 
 def _initialized_groups(num_instances: int) -> DataParallelGroups:

@@ -35,6 +35,10 @@ class _WrappedParameters(WrappedModel):
         with self.engine.parameters.whole():
             yield
 
+    def settle(self) -> None:
+        """Waits until parameters are what the last step has made them, where it gathers or copies them later."""
+        self.engine.parameters.settle()
+
     def broadcast_params(self) -> None:
         """Broadcasts data-parallel rank 0's parameters and buffers to all replicas.
 

@@ -187,7 +187,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             raise OptimizerError(
                 "tensors of the optimizer's state were loaded from a checkpoint, and its step counts, learning rates, "
                 "decay and loss scale were not; call load_state_scalars() with what state_scalars() returned when it "
-                "was saved, or save and load by core.optimizer.run_state.RunState, which does both"
+                "was saved, or by core.dist_checkpointing.load_training, which does both"
             )
 
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
@@ -295,7 +295,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         if missing := {"cut", "tensors", "scalars"} - state_dict.keys():
             message = (
                 f"the optimizer state has no {', '.join(sorted(missing))}; load what state_dict() of this version "
-                "returned, or a checkpoint, by core.optimizer.run_state.RunState"
+                "returned, or a checkpoint, by core.dist_checkpointing.load_training"
             )
         elif name := next(iter(differing), None):
             message = (

@@ -17,15 +17,13 @@ are Megatron-LM's.
 Pipeline stages differ too, as in Megatron-LM, whose default streams do so everywhere. Here they differ in forwards of
 models alone (:func:`stage_streams`), so that all stages of a loop draw the same data.
 
-`packed_rng_state` joins all random streams of a rank in one row of bytes. Streams belong to ranks: they continue
-only on the same number of ranks. Those of a micro-batch depend on its index in the run, and not on the rank that runs
-it.
+Streams of a micro-batch depend on its index in the run, and not on the rank that runs it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -234,49 +232,6 @@ def stage_streams(stage: int) -> Iterator[None]:
         _tracker.set_states(tracked)
         _set_rng_state(of_device)
         torch.set_rng_state(outer if all(map(torch.equal, begun, ended)) else moved_on)
-
-
-def rng_state() -> dict[str, torch.Tensor]:
-    """Returns the state of every random stream of this rank, as byte tensors on the CPU."""
-    version, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, next_gauss = np.random.get_state(legacy=True)
-    streams = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *numbers], dtype=torch.int64).view(torch.uint8),
-        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64).view(torch.uint8),
-        "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64).view(torch.uint8),
-        "numpy_gauss": torch.tensor([next_gauss], dtype=torch.float64).view(torch.uint8),
-    }
-    if device_type() == "cuda":
-        streams["cuda"] = torch.cuda.get_rng_state()
-    return streams | {f"tracked.{name}": value for name, value in sorted(get_rng_tracker().get_states().items())}
-
-
-def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
-    """Restores every stream from :func:`rng_state`."""
-    torch.set_rng_state(streams["torch"])
-    version, *numbers = streams["python"].view(torch.int64).tolist()
-    has_gauss, gauss = streams["python_gauss"].view(torch.float64).tolist()
-    random.setstate((version, tuple(numbers), gauss if has_gauss else None))
-    *keys, position, has_cached = streams["numpy"].view(torch.int64).tolist()
-    next_gauss = streams["numpy_gauss"].view(torch.float64).item()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_cached, next_gauss))
-    if "cuda" in streams:
-        torch.cuda.set_rng_state(streams["cuda"])
-    states = {name.removeprefix("tracked."): v for name, v in streams.items() if name.startswith("tracked.")}
-    get_rng_tracker().set_states(states)
-
-
-def packed_rng_state() -> torch.Tensor:
-    """Returns :func:`rng_state` as one row of bytes, whose length says which streams this rank has."""
-    return torch.cat([value.flatten() for value in rng_state().values()])
-
-
-def set_packed_rng_state(state: torch.Tensor) -> None:
-    """Restores every stream from :func:`packed_rng_state` of a rank with the same streams."""
-    streams = rng_state()
-    pieces = state.split([value.numel() for value in streams.values()])
-    set_rng_state({name: piece.clone() for name, piece in zip(streams, pieces, strict=True)})
 
 
 _NUMPY_SEEDS = 1 << 32

@@ -19,21 +19,18 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import dist_checkpointing
-from ..base import device
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
-from ..comm.collectives import all_reduce_by_backend
+from ..base.random_streams import packed_rng_state, set_packed_rng_state
 from ..comm.record import recorded
-from ..dist_checkpointing.agreement import Ranks, held_pieces, pipeline_ranks
+from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
 from ..dist_checkpointing.format.content_hash import joint_hash
-from ..dist_checkpointing.format.folders import complete_checkpoints
-from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
-from ..dist_checkpointing.good_checkpoints import advice, another_offered, newest_good
+from ..dist_checkpointing.good_checkpoints import advice, another_offered, find_checkpoint, is_checkpoint, newest_good
 from ..dist_checkpointing.loading import held_hashes
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
-from ..optimizer.run_state import RunState
-from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
+from ..dist_checkpointing.run_state import RunState
+from ..dist_checkpointing.saving import all_finite
 from ..tokenizers import Tokenizer
 from .config import PretrainConfig
 from .state import TrainingState, check_is_run, check_same_model, rank_layout, warn_of_another_order
@@ -55,11 +52,7 @@ def save_checkpoint(
     """
     tensors, metadata = run_state(state, config)
     folder = dist_checkpointing.checkpoint_directory(root, state.iteration)
-    parts = [part for part in held_pieces(tensors).values() if part.is_floating_point() and part.element_size() > 1]
-    ends = [end for part in parts for end in torch.aminmax(part)]  # both are NaN if any value is
-    everywhere = torch.tensor(int(all(end.isfinite() for end in ends)), device=device.current_device())
-    all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
-    metadata[FINITE] = bool(everywhere)
+    metadata[FINITE] = all_finite(tensors, Ranks())
     write = dist_checkpointing.save if saver is None else saver.save
     write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
@@ -161,35 +154,6 @@ def load_weights(
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
     with another_offered(folder, Ranks()):
         dist_checkpointing.load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
-
-
-def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
-    """Returns the latest checkpoint of a run's folder, or the folder itself if it is a checkpoint.
-
-    Args:
-        fall_back: if ``latest`` names none, take the one of the highest iteration.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if is_checkpoint(root):
-        return root
-    try:
-        checkpoint = dist_checkpointing.latest_checkpoint(root) if root.is_dir() else None
-    except CheckpointError:
-        checkpoint = next(iter(complete_checkpoints(root)), None) if fall_back else None
-        if checkpoint is None:
-            raise
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load a run's folder"
-        )
-    return checkpoint
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Returns whether a folder is one checkpoint, not the folder of a run."""
-    return (folder / INDEX_FILE).is_file()
 
 
 def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:

@@ -20,13 +20,14 @@ from run_model import load_run_model, load_run_tokenizer
 from core.base.errors import CheckpointError, ConfigError
 from core.base.files import write_durably
 from core.dist_checkpointing import checkpoint_directory, model_state_dict, save
+from core.dist_checkpointing.good_checkpoints import find_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
 from core.models.gpt.hf_config import Layout
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.tensor_parallel.groups import pad_vocab_size
 from core.tokenizers import load_tokenizer
-from core.training.checkpointing import TOKENIZER_FILE, find_checkpoint, save_tokenizer
+from core.training.checkpointing import TOKENIZER_FILE, save_tokenizer
 from core.training.config import PretrainConfig
 from core.training.config.arguments import parse_call
 from core.training.config.build import NEGATED, OTHER_NAMES, build_config

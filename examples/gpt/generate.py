@@ -13,7 +13,7 @@ from run_model import load_run_model, load_run_tokenizer
 from sampling import SamplingConfig, generate_tokens, stream_text
 
 from core.base.errors import ConfigError
-from core.training.checkpointing import find_checkpoint
+from core.dist_checkpointing.good_checkpoints import find_checkpoint
 from core.training.config.arguments import parse_call
 from core.training.launch.entry import run_command
 

@@ -19,7 +19,7 @@ from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from core.dist_checkpointing.format.folders import existing_folder
 from core.dist_checkpointing.format.reader import read_index
-from core.dist_checkpointing.good_checkpoints import another_offered
+from core.dist_checkpointing.good_checkpoints import another_offered, find_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import (
     EXPERT_FIELDS,
@@ -33,7 +33,6 @@ from core.models.gpt.architecture import (
 from core.models.gpt.expert_weights import dense_architecture, group_routers, upcycle_recipes
 from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
-from core.training.checkpointing import find_checkpoint
 from core.training.state import TrainingState, check_is_run
 from core.transformer.lora import is_adapter
 from core.transformer.transformer_config import TransformerConfig

@@ -20,7 +20,7 @@ from core.base.files import BoundsError, brief, read_file, write_durably
 from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
-from core.training.checkpointing import find_checkpoint, is_checkpoint
+from core.dist_checkpointing.good_checkpoints import find_checkpoint, is_checkpoint
 from core.training.config import PretrainConfig
 from core.training.launch.entry import environment_restart_count
 from core.training.launch.messages import RUN_STARTED

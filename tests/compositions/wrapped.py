@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.dist_checkpointing import load_training, save_training
 from core.dist_checkpointing.global_view import global_view, whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.flat.unit import POISONS
 from core.distributed.model import offloaded_activations
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from core.optimizer.averaged_weights import AveragedWeights
-from core.optimizer.run_state import RunState
 from core.training.train_step import train_step
 from core.weights import WeightStream
 from tests.compositions.composition import Composition
@@ -233,15 +233,13 @@ class Wrapped(Training):
         return [(total / weight).item() for total, weight in totals]
 
     def save(self, folder: Path) -> None:
-        self._state().save(folder)
+        assert isinstance(self.optimizer, MegatronOptimizer)
+        save_training(folder, self.wrappers, self.optimizer, self.scheduler)
 
     def load(self, folder: Path) -> None:
         """Continues from what another wrapper, on other ranks, has written."""
-        self._state().load(folder)
-
-    def _state(self) -> RunState:
         assert isinstance(self.optimizer, MegatronOptimizer)
-        return RunState(self.wrappers, self.optimizer, self.scheduler)
+        load_training(folder, self.wrappers, self.optimizer, self.scheduler)
 
 
 def _engine(composition: Composition) -> str:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ...base import device
 from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
+from ...base.random_streams import packed_rng_state, set_packed_rng_state
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.index import CheckpointIndex
@@ -33,7 +34,6 @@ from ...distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES,
 from ...distributed.plan.units import UnitChoice
 from ...distributed.step import Phase
 from ...rendezvous import default_group
-from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import load_trained, save_trained
 from ..bridge.sharding import units_by_class, world_mesh
 from ..bridge.trained import TorchOptimizer, Trained, build_update, wrapper_of

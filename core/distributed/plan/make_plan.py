@@ -22,6 +22,7 @@ from .settings import (
     check_contradictions,
     check_reshard,
     config_of_engine,
+    read_settings,
     resolve_settings,
     settings_to_compare,
 )
@@ -85,6 +86,7 @@ def plan_model(
         settings=settings,
         compared_settings=(("the wrapper", caller), *compared),
         changed_settings=changed_settings(own),
+        model_settings=read_settings(config),
         sums_gradients=bool(getattr(config, "calculate_per_token_loss", False)),
         units=units,
         transforms=transforms,

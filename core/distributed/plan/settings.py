@@ -27,7 +27,7 @@ from ..fully_sharded_data_parallel_config import (
     Reshard,
     TorchFullyShardedDataParallelConfig,
 )
-from ..groups import DataParallelGroups
+from ..groups import SPLITS, DataParallelGroups
 from .parts import PiecePlan
 
 Config = TypeVar("Config", bound=DistributedDataParallelConfig)
@@ -165,6 +165,12 @@ def settings_to_compare(
         yield f"the setting {name}", repr(value)
     for name in _FIELDS_OF_MODEL_CONFIG:
         yield f"the model's setting {name}", repr(bool(getattr(config, name, False)))
+
+
+def read_settings(config: Any) -> str:
+    """Returns what a plan reads of a model's config, as text for reports: the fields that the config has."""
+    names = (*_FIELDS_OF_MODEL_CONFIG, *SPLITS)
+    return ", ".join(f"{name}={getattr(config, name)}" for name in names if hasattr(config, name))
 
 
 def changed_settings(ddp_config: DistributedDataParallelConfig) -> str:

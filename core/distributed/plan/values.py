@@ -39,6 +39,8 @@ class Plan:
     """Names and values, as text, of all settings that must be equal on all ranks."""
     changed_settings: str = ""
     """The wrapper's settings that differ from their defaults, as text for reports."""
+    model_settings: str = ""
+    """What was read of the model's config, as text for reports."""
     sums_gradients: bool
     """Gradients of replicas are summed, not averaged: `finalize_model_grads` divides by the number of tokens."""
 

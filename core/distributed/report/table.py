@@ -279,6 +279,7 @@ def notes(facts: ModelFacts) -> list[str]:
     if facts.replicated:
         lines.append(f"replicated and not trained: {', '.join(facts.replicated)}")
     lines.append(f"settings: {plan.changed_settings or 'all at their defaults'}")
+    lines.append(f"read of the model's config: {plan.model_settings or 'nothing, it has no field that is read'}")
     return lines
 
 

@@ -127,6 +127,6 @@ MUTATIONS = (
         "core.dist_checkpointing.loading.note_loaded",
         r"call\(\)",
         "pass",
-        ("tests/unit/optimizer/test_run_state.py::test_tensors_without_scalars_are_refused_at_the_step",),
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_tensors_without_scalars_are_refused_at_the_step",),
     ),
 )

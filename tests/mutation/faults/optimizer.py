@@ -190,14 +190,14 @@ MUTATIONS = (
         "core.optimizer.param_groups.load_groups",
         r"group\[key\] = value",
         "pass",
-        ("tests/unit/optimizer/test_run_state.py::test_a_run_goes_on_to_the_bit",),
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_a_run_goes_on_to_the_bit",),
     ),
     Mutation(
         "parameters of several groups get the settings of one",
         "core.optimizer.param_groups.saved_settings",
         r"values != there\[0\]",
         "False",
-        ("tests/unit/optimizer/test_run_state.py::test_half_of_a_state_is_refused_before_anything_changes",),
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_half_of_a_state_is_refused_before_anything_changes",),
     ),
     Mutation(
         "the parameters of one pipeline stage are checked as those of the model",

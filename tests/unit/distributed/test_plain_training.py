@@ -20,7 +20,6 @@ PLUG_INS = {
     "optimizer.exact_sums": "sums are exact with `reproducible_across_ranks` alone",
     "optimizer.muon": "the optimizer knows update rules by an interface",
     "optimizer.muon_recipe": "the config of another optimizer has none",
-    "optimizer.run_state": "nothing is saved",
     "process_groups.make_groups": "a wrapper takes groups as values, whoever made them",
 }
 """Modules of the library that a training without their subject does not load, and why."""

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core import parallel_state
 from core.base.errors import ConfigError, ParallelStateError, warn_once
+from core.base.random_streams import packed_rng_state, set_packed_rng_state
 from core.base.recomputation import recompute
 from core.tensor_parallel import (
     checkpoint,
@@ -21,7 +22,6 @@ from core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
     model_parallel_manual_seed,
 )
-from core.tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from core.training.state import seed_everything
 from tests.unit._spawn import run_distributed
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from core.base.errors import CheckpointError, OutOfStepError
 from core.comm.record import latest_collective
+from core.dist_checkpointing.good_checkpoints import find_checkpoint
 from core.training import checkpointing as writer_module
-from core.training.checkpointing import find_checkpoint
 from tests.unit._spawn import give_up_soon, reach, run_distributed, wait_for
 
 

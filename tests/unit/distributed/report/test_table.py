@@ -25,8 +25,15 @@ LAYER = UnitFacts(
 )
 
 
+def _plan(tp: int, cp: int) -> Any:
+    sizes = {"tensor_parallel_size": tp, "context_parallel_size": cp}
+    return SimpleNamespace(**sizes, changed_settings="", model_settings="")
+
+
 def _facts(*units: UnitFacts) -> ModelFacts:
-    plan: Any = SimpleNamespace(tensor_parallel_size=1, context_parallel_size=1, changed_settings="")
+    plan: Any = SimpleNamespace(
+        tensor_parallel_size=1, context_parallel_size=1, changed_settings="", model_settings=""
+    )
     return ModelFacts(plan, 4, units)
 
 
@@ -97,6 +104,6 @@ def test_long_names_lose_their_middle():
     ],
 )
 def test_traffic_inside_the_model_is_said_not_to_be_counted(tp, cp, said):
-    plan: Any = SimpleNamespace(tensor_parallel_size=tp, context_parallel_size=cp, changed_settings="")
+    plan: Any = _plan(tp, cp)
     facts = ModelFacts(plan, 2, (LAYER,))
     assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])

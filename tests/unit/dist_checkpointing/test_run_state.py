@@ -1,4 +1,4 @@
-"""A training goes on from a checkpoint of `RunState` as if it had not ended; half of a state is refused."""
+"""A training goes on from what `save_training` wrote as if it had not ended; half of a state is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from torch.optim import lr_scheduler
 
 from core.base.errors import CheckpointError, OptimizerError
 from core.base.module_protocol import unwrap_model
-from core.dist_checkpointing import AsyncSaver, load, load_metadata, model_state_dict, save
+from core.dist_checkpointing import (
+    AsyncSaver,
+    RunState,
+    load,
+    load_metadata,
+    load_training,
+    model_state_dict,
+    save,
+    save_training,
+)
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.averaged_weights import AveragedWeights
-from core.optimizer.run_state import RunState
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import build, full
 
@@ -47,7 +55,7 @@ class Training:
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=lr, weight_decay=0.1, clip_grad=1.0), [self.model])
         self.average = AveragedWeights(self.optimizer, decay=0.5)
         self.scheduler = SCHEDULERS[scheduler](self.optimizer.optimizer)
-        self.state = RunState(self.model, self.optimizer, self.scheduler)
+        self.parts = (self.model, self.optimizer, self.scheduler)
 
     def train(self, steps: range) -> None:
         dtype = next(self.model.parameters()).dtype
@@ -62,7 +70,7 @@ class Training:
             self.scheduler.step(*([1.0] if is_plateau else []))
 
     def whole(self) -> dict[str, Tensor]:
-        held = self.state.tensors()
+        held = RunState(*self.parts).tensors()
         return {name: _whole(tensor) for name, tensor in held.items()}
 
 
@@ -81,10 +89,10 @@ def test_a_run_goes_on_to_the_bit(kind: str, scheduler: str, tmp_path: Path) -> 
     folder = str(tmp_path / "now")
     one = Training(kind, scheduler, dtype=dtype)
     one.train(range(3))
-    one.state.save(folder, metadata={"step": 3})
+    save_training(folder, *one.parts, step=3)
     one.train(range(3, 6))
     two = Training(kind, scheduler, dtype=dtype, lr=0.5)  # whose rate is replaced by the checkpoint's
-    assert two.state.load(folder)["step"] == 3
+    assert load_training(folder, *two.parts) == (3, None)
     two.train(range(3, 6))
     assert two.optimizer.state_scalars() == one.optimizer.state_scalars()
     assert two.scheduler.state_dict() == one.scheduler.state_dict()
@@ -97,14 +105,14 @@ def test_a_run_goes_on_to_the_bit(kind: str, scheduler: str, tmp_path: Path) -> 
 def _begins(kind: str, folder: str) -> dict[str, Tensor]:
     one = Training(kind)
     one.train(range(2))
-    one.state.save(folder)
+    save_training(folder, *one.parts)
     one.train(range(2, 4))
     return {name: full(t).double() for name, t in one.model.state_dict().items()} if kind in ("ddp", "fsdp2") else {}
 
 
 def _continues(kind: str, folder: str) -> dict[str, Tensor]:
     two = Training(kind)
-    two.state.load(folder)
+    load_training(folder, *two.parts)
     two.train(range(2, 4))
     with two.model.whole_parameters():
         return {name: full(tensor).double() for name, tensor in two.model.state_dict().items()}
@@ -145,30 +153,30 @@ def test_half_of_a_state_is_refused_before_anything_changes(tmp_path: Path) -> N
     folder = tmp_path / "now"
     one = Training("zero1")
     one.train(range(2))
-    one.state.save(folder)
-    without = RunState(one.model, one.optimizer)
-    without.save(tmp_path / "without")
+    save_training(folder, *one.parts)
+    without = (one.model, one.optimizer)
+    save_training(tmp_path / "without", *without)
     save(model_state_dict(unwrap_model(one.model)), tmp_path / "model")
     one.train(range(2, 3))
     before = one.whole()
-    for state, name, says in (
-        (without, "now", "has one of the scheduler's states, and this run needs none"),
-        (one.state, "without", "has none of the scheduler's states, and this run needs one"),
-        (one.state, "model", "has none of the optimizer's states, and this run needs one"),
+    for parts, name, says in (
+        (without, "now", "has 1 of the scheduler's states, and this run needs none"),
+        (one.parts, "without", "has none of the scheduler's states, and this run needs 1"),
+        (one.parts, "model", "was not written by save_training"),
     ):
         with pytest.raises(CheckpointError, match=says):
-            state.load(tmp_path / name)
+            load_training(tmp_path / name, *parts)
     no_average = Training("zero1")
     no_average.optimizer.average = None
     with pytest.raises(CheckpointError, match=r"not asked for, but in the checkpoint: optimizer\.average"):
-        no_average.state.load(folder)
+        load_training(folder, *no_average.parts)
     other = Training("zero1")
     other.optimizer.param_groups[:] = [
         other.optimizer.param_groups[0]
         | {"params": [tensor for group in other.optimizer.param_groups for tensor in group["params"]]}
     ]
     with pytest.raises(CheckpointError, match=r"parameter \S+ was saved in groups with different settings"):
-        other.state.load(folder)
+        load_training(folder, *other.parts)
     after = one.whole()
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
     dist.barrier()
@@ -178,16 +186,14 @@ def test_half_of_a_state_is_refused_before_anything_changes(tmp_path: Path) -> N
 def test_another_scheduler_is_refused_before_anything_changes(tmp_path: Path) -> None:
     one = Training("zero1")
     one.train(range(2))
-    one.state.save(tmp_path / "now")
+    save_training(tmp_path / "now", *one.parts)
     for name in ("cosine", "sequence", "plateau"):
         other = Training("zero1", name)
         before, kept = other.whole(), dict(vars(other.scheduler))
         with pytest.raises(CheckpointError, match=r"has the state of a StepLR, and the scheduler here is a \w+"):
-            other.state.load(tmp_path / "now")
+            load_training(tmp_path / "now", *other.parts)
         assert all(torch.equal(tensor, before[key]) for key, tensor in other.whole().items())
         assert vars(other.scheduler).keys() == kept.keys() and other.optimizer.param_groups[0]["lr"] != 0.0125
-    with pytest.raises(CheckpointError, match="metadata has scheduler, names of the state's own"):
-        one.state.save(tmp_path / "again", metadata={"scheduler": "mine"})
     dist.barrier()
 
 
@@ -196,10 +202,10 @@ def test_a_state_is_saved_in_the_background(tmp_path: Path) -> None:
     one = Training("zero3")
     one.train(range(2))
     saver = AsyncSaver()
-    one.state.save(tmp_path / "now", saver=saver)
+    save_training(tmp_path / "now", *one.parts, saver=saver)
     saver.wait()
     two = Training("fsdp2")
-    two.state.load(tmp_path / "now")
+    load_training(tmp_path / "now", *two.parts)
     assert two.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"] == 0.0125
     dist.barrier()
 
