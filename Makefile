@@ -27,7 +27,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
           test_torch_private)) \
           $(addprefix transformer/moe/, test_dispatch test_experts test_moe_layer test_router) \
           optimizer/muon/test_rule optimizer/test_averaged_weights weights/test_stream)) \
-          tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code \
+          tests/unit/comm/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code \
           $(addprefix tests/functional/, test_pipelines.py test_experts.py test_muon.py)
 
 # What the tests need: the trainers that core/adapters knows are among it.

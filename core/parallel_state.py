@@ -19,7 +19,7 @@ from . import process_groups
 from .base.errors import ParallelConfigError
 from .base.megatron_names import absent_names
 from .process_groups import RankGroup, make_groups
-from .process_groups_config import ProcessGroupCollection, group_of_name
+from .process_groups_config import ProcessGroupCollection, group_of_field
 
 initialize_model_parallel = make_groups.initialize_model_parallel
 destroy_model_parallel = make_groups.destroy_model_parallel
@@ -327,7 +327,7 @@ def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names:
     if groups is None:
         return
     for name in names:
-        theirs, own = getattr(groups, name), group_of_name(name)
+        theirs, own = getattr(groups, name), group_of_field(name)
         if theirs is None:
             continue
         ranks = dist.get_process_group_ranks(theirs)

@@ -108,10 +108,9 @@ class ProcessGroupCollection:
             ParallelConfigError: a name does not exist.
             ParallelStateError: `core.parallel_state` is not initialised.
         """
-        names = list(_FIELDS) if required_pgs is None else required_pgs
-        _check_names(dict.fromkeys(names))
+        _check_names(dict.fromkeys(required_pgs or ()))
         process_groups.groups("a collection of groups")
-        return groups_in_effect(names=names)
+        return groups_in_effect(names=required_pgs)
 
 
 def groups_in_effect(
@@ -125,7 +124,8 @@ def groups_in_effect(
     Args:
         names: names of the groups to look up; by default all.
     """
-    groups = ProcessGroupCollection(**{name: group_of_name(name) for name in names or _FIELDS})
+    looked_up = _FIELDS if names is None else names
+    groups = ProcessGroupCollection(**{name: group_of_field(name) for name in looked_up})
     return groups if given is None else given.filled_from(groups)
 
 
@@ -133,7 +133,7 @@ def groups_in_effect(
 _FIELDS = get_type_hints(ProcessGroupCollection, include_extras=True)
 
 
-def group_of_name(name: str) -> Group:
+def group_of_field(name: str) -> Group:
     """Returns the group of `core.parallel_state` that a field has, or None before initialisation."""
     kinds = getattr(_FIELDS[name], "__metadata__", None)
     return None if kinds is None else process_groups.process_group(kinds[0], check_initialized=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
 
@@ -56,6 +57,21 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer one of `known_optimizers`."""
+    _optimizers.add(optimizer)
+
+
+def known_optimizers() -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that step parameters of wrapped models, as far as they exist."""
+    return list(_optimizers)
+
+
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""`note_optimizer` adds to it, when one of `core.optimizer` is built, and before a step of any other. Freed optimizers
+drop out."""
 
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)

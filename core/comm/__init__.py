@@ -8,5 +8,6 @@
 | `streams` | streams of a GPU, and the points at which they wait for each other |
 | `lane` | runs collectives while the rank computes, and reads numbers of the device without stopping it |
 | `record` | records the calls of this rank; asks other ranks for theirs when one fails |
+| `out_of_step` | explains a collective that failed, or ranks that wait for each other, by the records of all ranks |
 | `call` | one call of a collective: its time, the error that explains its failure; the last calls; torch's record |
 """

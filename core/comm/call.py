@@ -155,7 +155,7 @@ class Collective:
 
     def raise_explained(self, error: BaseException) -> None:
         """Explains an error as `explain` does, without marking the call as failed."""
-        from ..diagnostics.out_of_step import raise_out_of_step  # after a failure alone: it watches from above
+        from .out_of_step import raise_out_of_step  # after a failure alone: it compares what all calls have recorded
 
         raise_out_of_step(error, self)
 

@@ -281,7 +281,7 @@ class _Listener:
             looks += 1
             try:
                 if self._watch is None and awaited_calls():
-                    from ..diagnostics.out_of_step import DeadlockWatch  # once a rank waits: it watches from above
+                    from .out_of_step import DeadlockWatch  # once a rank waits: it compares records
 
                     self._watch = DeadlockWatch()
                 if self._watch is not None:

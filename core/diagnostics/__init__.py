@@ -4,11 +4,11 @@
 | --- | --- | --- |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | too little memory | forward, `failures_explained` | `out_of_memory` |
-| ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
-| ranks that wait for each other | the listener's thread | `out_of_step` |
+| ranks that fell out of step | a collective, forward, `failures_explained` | `core.comm.out_of_step` |
+| ranks that wait for each other | the listener's thread | `core.comm.out_of_step` |
 
-What can be refused before it fails is a guard (`core.distributed.guards`). This package watches from above: the
-library imports it after a failure alone, and the listener when a rank first waits in a collective.
+What can be refused before it fails is a guard (`core.distributed.guards`). A wrapper imports this package after a
+failure alone, and knows no more of it; what is explained is read of the wrapper and the optimizers.
 
 The first three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
 `finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as
@@ -32,9 +32,9 @@ from torch import nn
 
 from ..base.errors import ShardstackError
 from ..base.module_protocol import unwrap_model
+from ..comm.out_of_step import raise_out_of_step
 from .misplaced_parameters import raise_misplaced
 from .out_of_memory import raise_out_of_memory
-from .out_of_step import raise_out_of_step
 
 
 @contextmanager

@@ -17,9 +17,8 @@ from torch import nn
 
 from ..base import memory_categories as memory
 from ..base.errors import MemoryLimitError
-from ..base.memory_categories import is_out_of_memory
+from ..base.memory_categories import is_out_of_memory, known_optimizers
 from ..base.text import aligned, first_line, readable_bytes
-from ..distributed.step_marks import known_optimizers
 
 
 def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:

@@ -150,7 +150,7 @@ class _BaseDataParallel(_WrappedParameters):
         try:
             return self.module(*inputs, **kwargs)
         except Exception as error:
-            from ..diagnostics import raise_explained  # which is needed after a failure alone, and watches from above
+            from ..diagnostics import raise_explained  # after a failure alone: the library is read without it
 
             raise_explained(error, self)
             raise
@@ -258,7 +258,6 @@ class _BaseDataParallel(_WrappedParameters):
             _scale(engine, tree.factor)
         engine.share_buffers()
         self.step.enter(Phase.REDUCED)
-        self.step.number += 1
         if force_all_reduce:
             gradients.gather()
 

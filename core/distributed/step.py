@@ -67,7 +67,7 @@ class Step:
     def __init__(self) -> None:
         # `enter` alone sets it: on autograd's thread during a backward, else on the training thread.
         self.phase = Phase.ZEROED
-        # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts.
+        # Number of steps whose gradients were reduced, for messages. `enter` counts.
         self.number = 0
         # The parameter whose gradient came too late, where it is known; valid only in the phase LATE.
         self._late_parameter = ""
@@ -102,6 +102,8 @@ class Step:
             return
         self._before_unscaled, self._late_parameter = self.phase, parameter
         self.phase = phase
+        if phase is Phase.REDUCED:
+            self.number += 1
 
     def note_backward(self, opens: Callable[[], bool]) -> None:
         """Records that a backward of this step has begun. Called when its first gradient arrives.

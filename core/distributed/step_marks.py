@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.errors import OptimizerError, UnitError
+from ..base.memory_categories import note_optimizer
 from ..base.parameters import can_be_pending, make_pending
 
 MARK = "_step_mark"
@@ -77,22 +78,12 @@ def note_own_optimizer(rule: Optimizer, optimizer: Optimizer) -> None:
     """Makes the hooks skip an optimizer that calls its wrappers itself, and the update rule inside it."""
     for own in (rule, optimizer):
         setattr(own, _IS_OWN, True)
-    _optimizers.add(rule)
+    note_optimizer(rule)
 
 
 def is_own_optimizer(optimizer: Optimizer) -> bool:
     """Returns whether `note_own_optimizer` was called for an optimizer."""
     return hasattr(optimizer, _IS_OWN)
-
-
-def known_optimizers() -> list[Optimizer]:
-    """Returns the optimizers of `core.optimizer`, and those that have stepped marked parameters, as far as they
-    exist."""
-    return list(_optimizers)
-
-
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""`note_own_optimizer` and the hook before a step add to it. Freed optimizers drop out."""
 
 
 @functools.cache
@@ -110,7 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     setattr(optimizer, _MET, marks)
     if not marks:
         return
-    _optimizers.add(optimizer)
+    note_optimizer(optimizer)
     name = type(optimizer).__name__
     for mark in marks:
         mark.refuse(name)

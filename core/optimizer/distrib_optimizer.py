@@ -17,7 +17,7 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments
 from ..dist_checkpointing.agreement import pipeline_ranks
-from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
+from ..distributed import DistributedDataParallel, DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
@@ -63,7 +63,8 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            wrapper.engine.parameters.publish()
+            if isinstance(wrapper, DistributedDataParallel):  # others gather parameters in forward
+                wrapper.start_param_sync()
 
 
 @checks_arguments
@@ -193,11 +194,11 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[nn.Module], para
             f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
             "of them by one strategy"
         )
-    is_sharded = config.use_distributed_optimizer
-    if is_sharded is not None and is_sharded != bool(sharding):
+    expected = config.use_distributed_optimizer
+    if expected is not None and expected != bool(sharding):
         names = " and ".join(sorted(strategies)) or "no_shard"
         raise ConfigError(
-            f"use_distributed_optimizer is {is_sharded} in OptimizerConfig, but data_parallel_sharding_strategy is "
+            f"use_distributed_optimizer is {expected} in OptimizerConfig, but data_parallel_sharding_strategy is "
             f"{names} in the config of the model's wrapper, which decides; leave the first at None"
         )
     if not config.fp16 and any(getattr(getattr(chunk, "config", None), "fp16", False) for chunk in model_chunks):

@@ -16,6 +16,7 @@ from ..distributed import _BaseDataParallel
 from ..distributed.engine.engine import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
+from ..distributed.plan.parts import ParamPlan
 from ..distributed.step_marks import reject_replaced
 from .main_params import MainParam
 
@@ -75,6 +76,7 @@ def collect_main_params(
     names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)
+        planned = chunk.plan.trained_params if isinstance(chunk, _BaseDataParallel) else {}
         prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
@@ -84,7 +86,7 @@ def collect_main_params(
             identities.add(id(param))
             owner, _, attribute = name.rpartition(".")
             place = prefix + name, param, model.get_submodule(owner), attribute
-            run = _planned_run(chunk, name, param)
+            run = _planned_run(chunk, planned.get(name), param, name)
             main_params.append(
                 MainParam(*place, has_master=has_master)
                 if run is None
@@ -93,17 +95,19 @@ def collect_main_params(
     return main_params
 
 
-def _planned_run(chunk: nn.Module, name: str, param: nn.Parameter) -> tuple[FlatEngine, int, int] | None:
+def _planned_run(
+    chunk: nn.Module, planned: ParamPlan | None, param: nn.Parameter, name: str
+) -> tuple[FlatEngine, int, int] | None:
     """Returns the engine and the bounds of a `MainRange`, or None where the rank updates all that it holds."""
     wrapper = owner_of(param)
     if isinstance(chunk, _BaseDataParallel) and chunk.plan.shards_buffers and isinstance(chunk.engine, FlatEngine):
-        if wrapper is not chunk or name not in chunk.plan.trained_params or not param.is_contiguous():
+        if wrapper is not chunk or planned is None or not param.is_contiguous():
             raise OptimizerError(
                 f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
                 "wrapping; wrap the model when it is complete"
             )
         index = chunk.plan.over_ranks_of(kind_of(param)).shard_index
-        start, end = chunk.plan.trained_params[name].bounds[index : index + 2]
+        start, end = planned.bounds[index : index + 2]
         return chunk.engine, start, end
     if wrapper is not None and wrapper.plan.shards_buffers:
         raise OptimizerError(

@@ -106,7 +106,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         # sets it, `load_state_scalars` clears it.
         self._is_half_loaded = False
         for moment in ("step", "state_dict", "load_state_dict"):  # where torch's methods register hooks
-            vars(self) |= {f"_optimizer_{moment}_{when}_hooks": OrderedDict() for when in ("pre", "post")}
+            vars(self).update({f"_optimizer_{moment}_{when}_hooks": OrderedDict() for when in ("pre", "post")})
 
     @abstractmethod
     def finish_step(self) -> None:

@@ -13,7 +13,6 @@ from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..distributed.data_parallel_base import check_chunks
 from ..distributed.step_marks import is_own_optimizer
-from ..process_groups_config import ProcessGroupCollection
 from .distrib_optimizer import assemble, check_model, groups_of_model, settle
 from .main_params import MainParam
 from .main_ranges import find_main_params

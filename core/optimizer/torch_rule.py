@@ -200,7 +200,9 @@ def probe(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter | 
                 f"a rank cannot update a part alone; {_REMEDY}"
             )
         if value is not None and not isinstance(value, Tensor | float | int):
-            raise OptimizerError(f"{name} keeps {kind}, a {type(value).__name__}, which no checkpoint holds; {_REMEDY}")
+            raise OptimizerError(
+                f"{name} keeps {kind}, a {type(value).__name__}, which no checkpoint holds; {_REMEDY}"
+            )
     joined = {kind: torch.cat([run.results()[kind] for run in runs]) for kind in whole.results()}
     for kind, value in whole.results().items():
         if not (torch.equal(value.view(-1), joined[kind]) and torch.equal(value[2:5], rows.results()[kind])):
@@ -238,7 +240,9 @@ class _Twin:
             for name, value in vars(optimizer).items()
             if name not in skipped
         )
-        settings = copy.deepcopy({name: value for name, value in group.items() if name not in ("params", "param_names")})
+        settings = copy.deepcopy(
+            {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        )
         if not isinstance(settings.get("lr"), Tensor):
             settings["lr"] = settings.get("lr") or 0.01  # a schedule may begin with 0
         twin.param_groups = [{**settings, "params": [self.param]}]

@@ -30,7 +30,7 @@ from .. import parallel_state
 from ..base import device
 from ..base.device import Seam
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
-from ..diagnostics.out_of_step import is_failure_of_backend
+from ..comm.out_of_step import is_failure_of_backend
 from ..distributed import _BaseDataParallel
 from ..tensor_parallel.random import stage_streams
 from ..tensor_parallel.weight_gradients import Product, compute_deferred, deferring

@@ -36,7 +36,7 @@ def assembled(views: Mapping[str, Tensor], *, own_first: bool = False) -> dict[s
     """Returns the tensors of all ranks, whole, put together by offsets. Every rank calls it, with names of its own.
 
     Args:
-        own_first: takes this rank's values where it holds any, whatever others hold.
+        own_first: take this rank's values where it holds any, also where those of other ranks differ.
 
     Raises:
         AssertionError: ranks hold different values of an element, or none does.

@@ -12,12 +12,11 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ...base.dtypes import DTYPES, dtype_name
 from ...base.errors import CheckpointError
@@ -89,8 +88,6 @@ class CheckpointIndex:
     encoding: Encoding = "raw"
     others: frozenset[str] = frozenset()
     """Entries that are not tensors, which only torch's own writer makes. They are never read."""
-    unpack: Callable[[bytes], Tensor] | None = None
-    """Returns the tensor in an archive. Only archives of ``torch.save`` have one (`torch_files`)."""
 
     def check(self) -> None:
         """Raises CheckpointError on the first entry that contradicts another."""

@@ -77,7 +77,7 @@ class PieceReader:
             CheckpointError: an archive of torch's holds no tensor, or one of another dtype or shape.
         """
         path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
-        if self.index.unpack is None:
+        if self.index.encoding == "raw":
             # Copy-on-write, so that torch gets the writable memory that it requires and the file does not change.
             data = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
             return torch.from_numpy(data).view(dtype).view(piece.sizes)
@@ -87,8 +87,10 @@ class PieceReader:
         with path.open("rb") as stream:
             stream.seek(piece.start)
             archive = stream.read(piece.num_bytes)
+        from .torch_files import read_tensor_archive  # of torch's checkpoints alone
+
         try:
-            tensor = self.index.unpack(archive)
+            tensor = read_tensor_archive(archive)
         except CheckpointError as error:
             raise CheckpointError(f"{path} holds no readable tensor for {name!r}: {error}; nothing was run") from error
         if tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:

@@ -72,9 +72,7 @@ def read_torch_index(path: Path) -> CheckpointIndex:
     file_bytes: dict[str, int] = {}
     for piece in (piece for entry in tensors.values() for piece in entry.pieces):
         file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
-    index = CheckpointIndex(
-        tensors, file_bytes, encoding="torch.save", others=frozenset(others), unpack=read_tensor_archive
-    )
+    index = CheckpointIndex(tensors, file_bytes, encoding="torch.save", others=frozenset(others))
     index.check()
     return index
 

@@ -6,6 +6,7 @@ optimizers, checkpoints, guards and reports know an engine by the classes of thi
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from abc import ABC, abstractmethod
@@ -48,9 +49,6 @@ class Parameters(ABC):
     def invalidate(self) -> None:
         """Frees gathered parameters, which are stale: this rank's shards were written."""
         self.settle()
-
-    def publish(self) -> None:
-        """Sends the shards that this rank has updated to the ranks that read them. Every rank calls it."""
 
     def abandon(self) -> None:
         """Ends forwards that an exception has interrupted, and frees what they have gathered."""
@@ -123,12 +121,15 @@ class Gradients(ABC):
         Raises:
             ShardstackError: one is invalid.
         """
-        for inspect in self.inspections:
-            inspect(gradients, are_reduced)
+        each = itertools.tee(gradients, len(self.inspections))  # a guard need not read them
+        for inspect, own in zip(self.inspections, each, strict=True):
+            inspect(own, are_reduced)
 
     def set_sync(self, enabled: bool) -> None:
         """Says whether the backwards that follow communicate."""
         self.syncs = enabled
+        if self.tree is not None:
+            self.tree.is_synced = enabled
 
     def expect_micro_batches(self, count: int, divides_by_ranks: bool) -> None:
         """Sets the number of backwards in each step that follows. Does nothing without a tree."""
@@ -210,8 +211,8 @@ class Engine(ABC):
     Attributes:
         plan: what is done to the model.
         parameters, gradients: what both engines do, and every caller may ask for.
-        places: address and dtype of each parameter that the engine keeps in memory of its own, which nobody else may
-            move.
+        places: address and dtype of each parameter that the engine keeps in memory of its own: a move
+            elsewhere is an error.
     """
 
     places: Mapping[nn.Parameter, tuple[int, torch.dtype]] = {}

@@ -76,7 +76,7 @@ class GradientTree:
         self._divides = True
         # Micro-batches of this rank in each step. `expect` sets it, for all steps that follow; others only read it.
         self.count = 1
-        # Whether the backwards that follow are outside `no_sync`. `Gradients.set_sync` of FSDP2 sets it.
+        # Whether the backwards that follow are outside `no_sync`. `Gradients.set_sync` sets it.
         self.is_synced = True
         # Number of backwards of this step that have begun, and the last of them. `enter` sets both, `restart` clears
         # them.

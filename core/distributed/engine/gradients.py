@@ -130,12 +130,12 @@ class BucketReduction:
             scale = 1.0 / divisor
         how = Sum(scale=scale, order=self.order)
         scatter, reduce = partial(collectives.reduce_scatter, what=what), partial(collectives.all_reduce, what=what)
+        is_alike = (shard.dtype, shard.device) == (whole.dtype, whole.device)
         if self.shard_group is None:
             reduce(whole, self.group, how)
-        elif self.replica_group is None and (shard.dtype, shard.device) == (whole.dtype, whole.device):
+        elif self.replica_group is None and is_alike:
             scatter(shard, whole, self.shard_group, replace(how, accumulate=accumulate))
         else:
-            is_alike = (shard.dtype, shard.device) == (whole.dtype, whole.device)
             part = shard if is_alike and not accumulate else whole.new_empty(len(shard))
             scatter(part, whole, self.shard_group, how if self.replica_group is None else replace(how, scale=1.0))
             if self.replica_group is not None:

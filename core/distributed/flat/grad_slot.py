@@ -191,15 +191,16 @@ class GradSlot:
             self.param.main_grad = None  # type: ignore[attr-defined]
         self.counts, self.has_arrived, self.borrower = False, False, None
 
-    def zero(self, *, writes: bool = True) -> Tensor:
-        """Exposes zeros as ``main_grad``, to which the next backward adds, or a layer itself. Returns the memory.
+    def zero(self, *, writes: bool = True) -> None:
+        """Exposes zeros as ``main_grad``, to which the next backward adds, or a layer itself.
 
         Args:
             writes: False for memory that is zero: a system backs it with pages when it is first written to.
         """
         self.param.main_grad = memory = self.memory()  # type: ignore[attr-defined]
         self.counts, self.borrower = True, None
-        return memory.zero_() if writes else memory
+        if writes:
+            memory.zero_()
 
     def complete(self) -> None:
         """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""

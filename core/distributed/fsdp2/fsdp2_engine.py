@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..step import Phase, Step
 from .prefetch import UnitPrefetch
 from .shard_model import FreedWeights, reject_graph_of_gradients, shard_model
-from .torch_private import TorchState, as_fsdp, fsdp_modules, groups_of
+from .torch_private import TorchState, as_fsdp, groups_of
 from .unit_collectives import GradientSums, set_collectives
 
 
@@ -55,8 +55,8 @@ class Fsdp2Engine(Engine):
             start = InitialValues(module, plan.groups, from_first_rank=plan.settings.sync_module_states)
             start.equalize()
         shard_model(plan)
-        # Torch's modules do not change once they are sharded.
-        self.units, self.fsdp_modules, torch_state = plan.units, fsdp_modules(module), TorchState(module)
+        torch_state = TorchState(module)
+        self.units, self.fsdp_modules = plan.units, torch_state.modules
         # Gathers and reductions of large units allocate memory that they share, which lives as long as the wrapper.
         parts, self._lent_memory = set_collectives(plan)
         gradients = TorchGradients(plan, module, model, state, torch_state)
@@ -86,6 +86,7 @@ class Fsdp2Engine(Engine):
     def prepare_direct_step(self, optimizer: str) -> None:
         gradients = self.gradients
         if gradients.state.phase is Phase.ACCUMULATING and gradients.has_reduced_alone():
+            gradients.inspect_reduced()
             self.share_buffers()
             gradients.state.enter(Phase.REDUCED)  # by the backward itself: finalize_model_grads would add nothing
 
@@ -142,10 +143,15 @@ class TorchParameters(Parameters):
             self.settle()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        is_of_model = module is self._module and current_backward() == NO_BACKWARD
-        if is_of_model and self.has_allocated and self._torch_state.is_in_forward():
-            self._torch_state.reset_iteration()  # the last forward raised
+        if module is self._module and current_backward() == NO_BACKWARD:
+            self._end_raised_forward()
         self.prepare_forward()
+
+    def _end_raised_forward(self) -> None:
+        if self.has_allocated and self._torch_state.is_in_forward():
+            self._torch_state.reset_iteration()
+            for unit in self._freed_weights:
+                unit.end_all()
 
     def _keep_changes(self, groups: list[Any], *unused: Any) -> None:
         self._torch_state.keep_changes(groups)
@@ -159,10 +165,7 @@ class TorchParameters(Parameters):
         # With no backward to follow nothing else would free them: the next forward would read stale weights, and the
         # module would show gathered parameters in place of the sharded ones, which hold the gradients.
         state = self._torch_state
-        if self.has_allocated and state.is_in_forward():  # which has raised
-            state.reset_iteration()
-            for unit in self._freed_weights:
-                unit.end_all()
+        self._end_raised_forward()
         state.keep_changes()
         state.end_evaluation()
         for part in self._parts:
@@ -175,6 +178,7 @@ class TorchParameters(Parameters):
 
     def invalidate(self) -> None:
         self.settle()
+        self._writes_to_shards.find()
         self.order.end_step()
 
     def receivers(self) -> list[nn.Parameter]:
@@ -205,9 +209,8 @@ class TorchGradients(Gradients):
     def __init__(self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, torch_state: TorchState) -> None:
         super().__init__(plan, module, model, state)
         self.adds_always, self.are_on_shards, self.torch_state = False, False, torch_state
-        self._modules = fsdp_modules(module)
         # Backwards fill it on autograd's thread; the last one of a step and `zero` empty it.
-        self._sums = None if self.tree is None else GradientSums(plan, self.tree, self._modules, torch_state)
+        self._sums = None if self.tree is None else GradientSums(plan, self.tree, torch_state)
 
     def enter_backward(self, gradient: Tensor) -> None:
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
@@ -236,12 +239,10 @@ class TorchGradients(Gradients):
     def set_sync(self, enabled: bool) -> None:
         super().set_sync(enabled)
         settings = self.plan.settings
-        if self.tree is not None:
-            self.tree.is_synced = enabled
         if not (settings.reproducible_across_ranks or settings.reduce_every_micro_batch):
             if enabled:
                 self.torch_state.complete_accumulated_gradients()
-            for module in self._modules:
+            for module in self.torch_state.modules:
                 module.set_requires_gradient_sync(enabled, recurse=False)
         # Between micro-batches a rank holds every gradient whole, until the last one reduces them. Compared with that,
         # the units that a micro-batch begins and ends with take little memory, and no computation would overlap with
@@ -262,6 +263,10 @@ class TorchGradients(Gradients):
                 parameter.grad = torch.zeros_like(parameter)
         if self.plan.groups.replicated is not None and not self.state.is_reduced:
             self._reduce_replicated()
+        self.inspect_reduced()
+
+    def inspect_reduced(self) -> None:
+        """Lets the wrapper's guards check all gradients, which ranks have reduced."""
         named_gradients = ((name, local_gradient(p)) for name, p in managed_parameters(self.model))
         gradients = ((name, gradient) for name, gradient in named_gradients if gradient is not None)
         self.inspect(gradients, are_reduced=True)

@@ -103,14 +103,14 @@ class TorchTensors:
     first forward raises. The parameters of a unit are an `FSDPParamGroup`.
 
     Args:
-        root: the sharded model; what is sharded in it later is not found.
+        modules: those of the sharded model; what is sharded in it later is not found.
 
     Attributes:
         groups, parameters: torch's objects. All are fixed: `fully_shard` makes them, and nothing replaces them.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        of_modules = [module._get_fsdp_state() for module in fsdp_modules(root)]
+    def __init__(self, modules: Iterable[FSDPModule]) -> None:
+        of_modules = [module._get_fsdp_state() for module in modules]
         states = {id(state): state for state in of_modules}.values()  # modules of one unit share a state
         self.groups = [group for state in states for group in fsdp_param_groups(state)]
         self.parameters = [parameter for group in self.groups for parameter in group.fsdp_params]
@@ -146,6 +146,7 @@ class TorchTensors:
         # If torch replaced the tensors, a write would be missed.
         return [p.sharded_param._version + p._sharded_param_data._version for p in self.parameters]
 
+    @torch.no_grad()
     def gathered_versions(self) -> list[int]:
         """Returns for each parameter the count of writes to the gathered one that modules compute with.
 
@@ -158,8 +159,7 @@ class TorchTensors:
             if hasattr(parameter, "_unsharded_param"):
                 gathered = parameter._unsharded_param
                 version = int(gathered._version)
-                with torch.no_grad():
-                    local = gathered.to_local() if isinstance(gathered, DTensor) else gathered
+                local = gathered.to_local() if isinstance(gathered, DTensor) else gathered
                 storage = local.untyped_storage()._cdata
                 for output in parameter.all_gather_outputs:
                     if output.untyped_storage()._cdata == storage:
@@ -219,12 +219,13 @@ class TorchState:
         root: the sharded model.
 
     Attributes:
+        modules: every module that FSDP2 acts on, the root first.
         tensors: what torch holds for it.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.tensors, self._state = TorchTensors(root), root._get_fsdp_state()  # type: ignore[operator]
-        self._modules = fsdp_modules(root)
+        self.modules = fsdp_modules(root)
+        self.tensors, self._state = TorchTensors(self.modules), root._get_fsdp_state()  # type: ignore[operator]
         # ``requires_grad`` of each gathered parameter when `keep_changes` last looked; a parameter is here once it has
         # been gathered.
         self._trained: dict[Any, bool] = {}
@@ -313,7 +314,7 @@ class TorchState:
         comm_ctx = self._state._comm_ctx
         if hasattr(comm_ctx, "post_forward_order"):  # else no forward has run
             comm_ctx.post_forward_order.clear()
-        for module in self._modules:
+        for module in self.modules:
             module.reshard()
 
     def allocate_gathered_parameters(self) -> None:

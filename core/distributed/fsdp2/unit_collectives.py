@@ -15,14 +15,13 @@ kept and added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
-from torch.distributed.fsdp import FSDPModule
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
@@ -173,9 +172,9 @@ class GradientSums:
         state: what torch holds for the model.
     """
 
-    def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
+    def __init__(self, plan: Plan, tree: GradientTree, state: TorchState) -> None:
         # `_of_shards`: sums are of reduced gradients, because each micro-batch is reduced.
-        self._modules, self._state, self._of_shards = list(modules), state, plan.settings.reduce_every_micro_batch
+        self._state, self._of_shards = state, plan.settings.reduce_every_micro_batch
         self._units = [_TreeReduceScatter(plan, unit, tree) for unit in plan.units]
         for planned, unit in zip(plan.units, self._units, strict=True):
             if plan.groups.shard.size() > 1:
@@ -200,7 +199,7 @@ class GradientSums:
         if self._of_shards and reduces:
             self._state.complete_accumulated_gradients()
         if self._of_shards:  # torch adds up the whole gradients of the micro-batches that are reduced together
-            for module in self._modules:
+            for module in self._state.modules:
                 module.set_requires_gradient_sync(reduces, recurse=False)
         if additions is not None:
             for unit in self._units:

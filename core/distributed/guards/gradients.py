@@ -21,11 +21,8 @@ from .guard import Guard
 class OrderOfCalls(Guard):
     """An optimizer steps once with the gradients of one step, when they are global: see `Step`."""
 
-    def at_plan(self, plan: Plan, step: Step) -> None:
-        self._step = step
-
     def before_step(self, engine: Engine, optimizer: str, *, is_torchs: bool) -> None:
-        self._step.check(Call.STEP, optimizer)
+        engine.gradients.state.check(Call.STEP, optimizer)
 
 
 class FiniteGradients(Guard):

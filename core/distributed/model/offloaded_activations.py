@@ -46,7 +46,7 @@ class _Order:
     """The forwards of a model's units in the order in which they began, on the thread that runs them."""
 
     def __init__(self) -> None:
-        # The forward that began last. `_offload` sets it. Its graph may be gone by now.
+        # The forward that began last. `_Forward` sets it. Its graph may be gone by now.
         self.last: weakref.ref[_Forward] | None = None
         # The side stream of the copies; None until the first one on a GPU makes it, for the model's life.
         self.stream: streams.Stream | None = None

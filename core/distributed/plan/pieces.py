@@ -109,14 +109,15 @@ class Pieces:
         return self._groups.of_kind(kind).shard.size() if self._config.shards_updates else 1
 
     def _by_kind(self, params: Iterable[nn.Parameter]) -> dict[PieceKind, list[nn.Parameter]]:
-        groups: dict[PieceKind, list[nn.Parameter]] = {}
-        for param in params:
+        num_parts = self.num_parts()
+
+        def kind_of(param: nn.Parameter) -> PieceKind:
             num_shards = self._groups.of(param).shard.size() if self._config.shards_parameters else 1
-            kind = kind_of_parameter(
-                param, self._engine, self._config, self._precision, self.num_parts(), num_param_shards=num_shards
+            return kind_of_parameter(
+                param, self._engine, self._config, self._precision, num_parts, num_param_shards=num_shards
             )
-            groups.setdefault(kind, []).append(param)
-        return groups
+
+        return _group_by(kind_of, params)
 
     def in_buffers(self, params: Sequence[nn.Parameter], lay_out_kind: LayOut) -> tuple[PiecePlan, ...]:
         """Puts a unit's parameters into one buffer for each kind, behind those of earlier units.
@@ -133,8 +134,8 @@ class Pieces:
         for kind, of_kind in self._by_kind(reversed(params)).items():
             buckets = self._buffers.setdefault(kind, [])
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
+            num_parts = self.num_parts(kind.kind)
             for layout in lay_out_kind(of_kind):
-                num_parts = self.num_parts(kind.kind)
                 members = [
                     self._plan_of(of_kind[i], kind, layout.bounds(place, num_parts))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
@@ -261,10 +262,17 @@ def full_param_layout(
         bucket_size: elements; None means one bucket for each kind of parameter.
         dp_size: ranks that share a bucket.
     """
-    kinds: dict[PieceKind, list[nn.Parameter]] = {}
-    for param in reversed(params):
-        kinds.setdefault(kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config), []).append(param)
+    kinds = _group_by(lambda param: kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config), reversed(params))
     return tuple(tuple(lay_out_params(of, dp_size, bucket_size)) for of in kinds.values())
+
+
+def _group_by(
+    kind_of: Callable[[nn.Parameter], PieceKind], params: Iterable[nn.Parameter]
+) -> dict[PieceKind, list[nn.Parameter]]:
+    kinds: dict[PieceKind, list[nn.Parameter]] = {}
+    for param in params:
+        kinds.setdefault(kind_of(param), []).append(param)
+    return kinds
 
 
 def _local_shape(param: nn.Parameter) -> tuple[int, ...]:

@@ -84,12 +84,12 @@ def resolve_settings(
     module: nn.Module,
     groups: DataParallelGroups,
     engine: EngineKind,
-    finish_in_backward: bool = False,
+    finish_in_backward: bool,
 ) -> Settings:
     """Resolves the settings of a wrapper for a model and the ranks that replicate it.
 
     Args:
-        ddp_config: the engine's own type of settings (`core.distributed.plan.settings`).
+        ddp_config: the engine's own type of settings (`config_of_engine`).
         config: the model's config, any object; absent fields take their defaults.
         finish_in_backward: the argument of `DistributedDataParallel`.
 

@@ -247,7 +247,7 @@ def headline(facts: ModelFacts) -> str:
     of_experts = "" if experts is None else f"; each expert on {experts.whole.size()} of them"
     if plan.num_shards == 1:
         return f"{whole}, replicated{of_experts}"
-    num_replicas = plan.groups.whole.size() // plan.num_shards
+    num_replicas = plan.groups.num_replicas
     replicas = f", {num_replicas} replicas of each shard" if num_replicas > 1 else ""
     what = "optimizer state" if any(unit.gathered is None for unit in facts.units) else "everything"
     return f"{whole}, {what} sharded over {plan.num_shards}{replicas}{of_experts}"

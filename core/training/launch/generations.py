@@ -33,8 +33,8 @@ from ...base import device
 from ...base.checked_json import decode
 from ...base.errors import ConfigError, OutOfStepError
 from ...comm.lane import wait_for_lanes
+from ...comm.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
 from ...comm.record import call_counts
-from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
 from ...rendezvous.launchers import GENERATION
 from .link import LAUNCHER_FD, launcher_socket, tell_launcher
 from .messages import AskWhere, Done, Generation, Sizes, Step, ToRank, Where

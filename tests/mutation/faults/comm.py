@@ -130,4 +130,11 @@ MUTATIONS = (
         "False and",
         ("tests/unit/comm/test_messages.py::test_values_that_do_not_fit_an_expanded_tensor_are_refused",),
     ),
+    Mutation(
+        "a rank that waits for a third one counts as waiting for this one",
+        "core.comm.out_of_step._has_begun_any",
+        r"wait\[0\] not in own_calls or",
+        "wait[0] in own_calls and",
+        ("tests/unit/comm/test_out_of_step.py::test_a_chain_of_waiting_ranks_is_waited_for",),
+    ),
 )

@@ -86,6 +86,7 @@ def test_groups_as_one_object():
         assert groups.dp_cp_ag is None and groups.hcp is None
         some = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         assert some.dp is None and "tp: 2 ranks, cp: 2 ranks" in repr(some)
+        assert vars(ProcessGroupCollection.use_mpu_process_groups([])) == {}
         check_same_groups("f", some, ("tp", "cp"))
         with pytest.raises(ParallelConfigError, match=r"f: pg_collection.tp has the ranks .* core.parallel_state has"):
             check_same_groups("f", ProcessGroupCollection(tp=groups.dp_cp), ("tp",))

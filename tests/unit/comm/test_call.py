@@ -27,9 +27,8 @@ from tests.unit._spawn import run_distributed
 
 CORE = Path(__file__).parents[3] / "core"
 UNNAMED = {
-    "comm/": "records them",
+    "comm/": "records them, and closes connections by a message that never comes",
     "base/_torch_compat.py": "says what they are called in this version of torch",
-    "diagnostics/out_of_step.py": "closes connections by a message that never comes",
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
     "dist_checkpointing/host_copies.py": "sends behind the step, on a thread and over a group of its own",
     "verify/__init__.py": "gathers objects after training",

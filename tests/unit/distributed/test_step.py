@@ -80,3 +80,15 @@ def test_a_skipped_step_may_be_made_again_unless_zeroed():
     step.enter(Phase.ZEROED)
     step.undo_unscaled()
     assert step.phase is Phase.ZEROED
+
+
+def test_a_step_is_counted_when_its_gradients_are_reduced():
+    step = Step()
+    for number in (1, 2):
+        step.enter(Phase.ACCUMULATING)
+        step.enter(Phase.REDUCED)
+        step.enter(Phase.REDUCED)  # a second reduction of one step
+        step.enter(Phase.FINALIZED)
+        step.enter(Phase.REDUCED)
+        step.enter(Phase.ZEROED)
+        assert step.number == number

@@ -13,15 +13,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from core.base.errors import OptimizerError
+from core.base.memory_categories import known_optimizers
 from core.distributed import finalize_model_grads
-from core.distributed.step_marks import (
-    StepMark,
-    known_optimizers,
-    mark_of,
-    note_own_optimizer,
-    reject_replaced,
-    set_mark,
-)
+from core.distributed.step_marks import StepMark, mark_of, note_own_optimizer, reject_replaced, set_mark
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import batches, build, loss_of, toy

@@ -1,7 +1,7 @@
 """The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by no other
 optimizer.
 
-With `steps.py` this tests `whole_parameters.py` and `owners.py`.
+With `steps.py` this tests `whole_parameters.py`, and how `engine/engine.py` finds the wrapper of a parameter.
 """
 
 from __future__ import annotations

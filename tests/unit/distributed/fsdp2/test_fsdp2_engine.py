@@ -15,7 +15,7 @@ from torch import nn
 
 from core import parallel_state
 from core.base._torch_compat import fsdp_param_groups
-from core.base.errors import ParallelConfigError, warn_once
+from core.base.errors import ParallelConfigError, ShardstackError, warn_once
 from core.comm import collectives
 from core.dist_checkpointing.global_view import held_boxes
 from core.distributed import TorchFullyShardedDataParallel, finalize_model_grads, wrap_model
@@ -282,7 +282,7 @@ def _bytes_gathered(**settings: Any) -> list[int]:
     held = []
     for tokens in synced_last(model, [torch.tensor([[1, 2, 3]])] * 3):
         model(tokens).sum().backward()
-        storages = [tensor.untyped_storage() for tensor in TorchTensors(module).gathered_tensors()]
+        storages = [tensor.untyped_storage() for tensor in TorchTensors(fsdp_modules(module)).gathered_tensors()]
         held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
     return held
 
@@ -296,3 +296,13 @@ def test_nothing_stays_gathered_beyond_the_last_micro_batch() -> None:
         lean = _bytes_gathered(reduce_every_micro_batch=True, **settings)
         assert every[0] == every[1] > ends[0] == ends[1] > 0
         assert none == lean == [0, 0, 0] and every[2] == ends[2] == 0
+
+
+@on_ranks(2)
+def test_torchs_optimizer_reads_finite_gradients() -> None:
+    model = build("fsdp2", toy(), check_for_nan_in_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = _toys.loss_of(model, batches(dist.get_rank())[0])
+    (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
+    with pytest.raises(ShardstackError, match=r"the gradient of .*, reduced over ranks that may .* is not finite"):
+        optimizer.step()

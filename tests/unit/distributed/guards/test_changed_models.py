@@ -101,3 +101,14 @@ def test_parameters_are_checked_once_a_step() -> None:
                 _train_step(model, optimizer)
         expected = (3, 3 * trained) if kind == "fsdp2" else (3, 0)
         assert (wrapper.call_count, storage.call_count) == expected, kind
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2"])
+@on_ranks(1)
+def test_no_loaded_state_is_gathered_after_one_has_moved(kind: str) -> None:
+    model = build(kind, toy())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    scalars = optimizer.state_scalars()
+    _moves(model.module)
+    with pytest.raises(WrapError, match=CHANGES[_moves]):
+        optimizer.load_state_scalars(scalars)

@@ -55,3 +55,20 @@ def test_a_guard_refuses_before_the_model_is_changed() -> None:
         with mock.patch.object(data_parallel_base, "GUARDS", (*GUARDS, Refuses)), pytest.raises(WrapError, match="no"):
             build(kind, module)
     assert [(name, type(value), value.data_ptr()) for name, value in module.named_parameters()] == before
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@on_ranks(1)
+def test_every_guard_reads_all_gradients(kind: str) -> None:
+    names: dict[int, list[str]] = {}
+
+    class Reads(Guard):
+        def on_gradients(self, gradients: Any, are_reduced: bool) -> None:
+            names.setdefault(id(self), []).extend(name for name, _ in gradients)
+
+    with mock.patch.object(data_parallel_base, "GUARDS", (Reads, *GUARDS, Reads)):
+        model = build(kind, toy())
+    loss_of(model, batches(0)[0]).backward()
+    finalize_model_grads([model])
+    first, second = names.values()
+    assert first == second and len(first) > 1

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import OutOfStepError
-from core.comm import call, collectives, record
+from core.comm import call, collectives, out_of_step, record
 from core.comm.call import Position, positions
+from core.comm.out_of_step import PATIENCE_S, is_failure_of_backend
 from core.comm.record import recorded
-from core.diagnostics import failures_explained, out_of_step
-from core.diagnostics.out_of_step import PATIENCE_S, is_failure_of_backend
+from core.diagnostics import failures_explained
 from core.distributed import finalize_model_grads
 from core.tensor_parallel.mappings import column_parallel_linear, reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world

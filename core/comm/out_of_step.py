@@ -32,8 +32,8 @@ import torch.distributed as dist
 from ..base.errors import OutOfStepError, ShardstackError
 from ..base.memory_categories import is_out_of_memory
 from ..base.text import first_line, join_parts, rank_list, readable_bytes, texts_by_rank
-from ..comm import gloo, record
-from ..comm.call import Collective, Position, positions
+from . import gloo, record
+from .call import Collective, Position, positions
 
 _BACKEND_FAILED = re.compile(
     r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe|socket closed"
