@@ -106,7 +106,7 @@ def _one_lane() -> AbstractContextManager[Any]:
     from core.comm.lane import comm_lane
 
     context = ExitStack()
-    context.enter_context(mock.patch("core.distributed.fully_sharded_data_parallel.twin_group", lambda group: group))
+    context.enter_context(mock.patch("core.distributed.flat.flat_engine.twin_group", lambda group: group))
     context.enter_context(
         mock.patch("core.distributed.flat.flat_engine.comm_lane", lambda device, number=0: comm_lane(device))
     )

@@ -51,7 +51,7 @@ class ProcessGroupCollection:
     tp_ep_pp: Annotated[Group, "expert_tp_ep_pp"] = None
     """Experts' tensor x expert x pipeline."""
     tp_ep_pp_with_egtp_remat: Annotated[Group, "expert_tp_ep_pp"] = None
-    """The same: no ranks rematerialise weights here."""
+    """Equal to `tp_ep_pp`: no ranks rematerialise weights here."""
     tp_dp_cp: Annotated[Group, "tp_dp_cp"] = None
     """Tensor x data x context."""
     dp: Annotated[Group, "dp"] = None
@@ -59,7 +59,7 @@ class ProcessGroupCollection:
     dp_cp: Annotated[Group, "dp_cp"] = None
     """Data x context: the replicas of a dense parameter, which wrappers reduce gradients over."""
     dp_cp_gtp_remat: Annotated[Group, "dp_cp"] = None
-    """The same: no ranks rematerialise weights here."""
+    """Equal to `dp_cp`: no ranks rematerialise weights here."""
     dp_cp_ag: Group = None
     """Another communicator over `dp_cp`, for a script's own use."""
     gtp_remat: Group = None
@@ -69,7 +69,7 @@ class ProcessGroupCollection:
     expt_dp: Annotated[Group, "expert_dp"] = None
     """The replicas of an expert's parameter."""
     expt_dp_gtp_remat: Annotated[Group, "expert_dp"] = None
-    """The same: no ranks rematerialise weights here."""
+    """Equal to `expt_dp`: no ranks rematerialise weights here."""
     expt_dp_ag: Group = None
     """Another communicator over `expt_dp`, for a script's own use."""
     intra_dp_cp: Annotated[Group, "dp_shard_cp"] = None

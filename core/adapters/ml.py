@@ -153,7 +153,7 @@ class ParallelMixin:
 
     @property
     def log_dir(self) -> Path:
-        """The folder of logs in it."""
+        """Folder for log files, inside `exp_dir`."""
         return self.exp_dir / self.config.log_dir_name
 
     def _get_task_model(self, task: Any, model: nn.Module) -> nn.Module:

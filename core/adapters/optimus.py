@@ -222,7 +222,7 @@ class DDPWrappedModel(Replicas):
         return nullcontext() if is_last_microbatch else self.no_sync()
 
     def make_parameter_groups(self) -> Any:
-        """Returns the model's own, or all of its parameters by name."""
+        """Returns the model's own parameter groups, or all of its parameters by name."""
         own = getattr(self.module, "make_parameter_groups", None)
         return own() if callable(own) else {"params": self.module.named_parameters()}
 

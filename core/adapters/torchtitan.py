@@ -85,9 +85,9 @@ def parallelize(
         "in_place": True,
         "mp_policy": policy,
         "initializes": False,
-        "calculate_per_token_loss": True,
+        "calculate_per_token_loss": True,  # gradients are summed
     }
-    wrapper = wrap_for_trainer(model, config, mesh, _units(model), **options)  # gradients are summed
+    wrapper = wrap_for_trainer(model, config, mesh, _units(model), **options)
     per_micro_batch = training.local_batch_size * wrapper.process_group.size()
     _LastReduces(wrapper, max(1, training.global_batch_size // per_micro_batch))  # -1 is one micro-batch
     return model
@@ -106,7 +106,7 @@ def with_fsdp2(config: Any) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Returns the config function of this name, of any of torchtitan's models. Its ``--config`` asks for it here."""
+    """Returns the config function of this name, of any of torchtitan's models. torchtitan's ``--config`` asks here."""
     if name.startswith("_"):  # Python's own look-ups would import every model
         raise AttributeError(f"{__name__} has no attribute {name!r}")
     # A config's name begins with its model's: looking there first imports no other model.
@@ -150,8 +150,8 @@ class _LastReduces:
             head.register_forward_pre_hook(self._before_head)
             # Replaces torch's method on this instance; never restored. Torchtitan's loss in chunks calls it.
             self._set_sync_of_head = head.set_requires_gradient_sync
-            head.set_requires_gradient_sync = lambda enabled, *, recurse=True: self._set_sync_of_head(
-                enabled and self._is_last, recurse=recurse
+            head.set_requires_gradient_sync = lambda requires_gradient_sync, *, recurse=True: self._set_sync_of_head(
+                requires_gradient_sync and self._is_last, recurse=recurse
             )
 
     @property

@@ -135,7 +135,7 @@ def is_one_layer(module: nn.Module) -> bool:
 
 
 def saved_operations(module: nn.Module) -> set[str]:
-    """Returns the names of operations that selective recomputation of a module saves, by what is in it."""
+    """Returns the names of operations that selective recomputation of a module saves, by what the module contains."""
     return {name for inner in module.modules() for name in _of_class(inner, "saved_operations", ())}
 
 

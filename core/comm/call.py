@@ -261,7 +261,7 @@ class _ThreadState(threading.local):
         self.calls: list[Collective] = []
 
 
-# Each thread has its own state in it.
+# Thread-local: each thread reads its own `calls`.
 _thread = _ThreadState()
 UNRECORDED = _Unrecorded()
 """The instance shared by all calls that are not recorded. It has no state."""
@@ -272,11 +272,11 @@ class Position:
     """A rank's first unfinished collective in a group, else its last one."""
 
     name: str
-    """By torch, as ``nccl:_all_gather_base``."""
+    """Torch's name of the collective, as ``nccl:_all_gather_base``."""
     number: int
-    """Among the collectives of the group, from 1."""
+    """Number of the collective in its group, from 1."""
     is_over: bool
-    """It has ended, or, under gloo, failed."""
+    """The collective has ended, or, under gloo, failed."""
 
     def __str__(self) -> str:
         return f"{self.name}, number {self.number}{' (over)' if self.is_over else ''}"

@@ -294,7 +294,7 @@ def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> 
     if not (registers and can_register(group, device)):
         return transient_memory
     # NCCL registers memory with a communicator, which exists from the group's first collective on that device.
-    all_reduce_by_backend(torch.zeros(1, device=device), group, what="nothing, to connect the ranks")
+    all_reduce_by_backend(torch.zeros(1, device=device), group, what="a warm-up of the connection")
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)

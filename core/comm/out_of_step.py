@@ -159,7 +159,7 @@ class _State(NamedTuple):
     text: str
     """The part of a message that follows the rank's number."""
     is_behind: bool
-    """It has not come to the collective, or waits in another one."""
+    """The rank has not come to the collective, or waits in another one."""
 
 
 def _state_of(record_there: dict[str, Any] | None, call: Collective) -> _State:
@@ -207,7 +207,7 @@ PATIENCE_S = 0.5
 
 _FRAMES_SEARCHED = 12
 _UNSENT_TAG = 0x5A50
-"""Of a message that no rank sends. gloo closes a group's connections when the wait for it ends."""
+"""Tag of a message that no rank sends. gloo closes a group's connections when the wait for it ends."""
 
 
 class DeadlockWatch:

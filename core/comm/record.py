@@ -157,8 +157,8 @@ def group_of(record: CollectiveRecord) -> dist.ProcessGroup | None:
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
 """Records by group. `record_of` adds on the calling thread. An entry is dropped with its group."""
 _every_record: list[weakref.ref[CollectiveRecord]] = []
-"""The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds one, and
-drops those whose groups are gone."""
+"""All records, as a list for the listener's thread, which copies it in one atomic operation. `record_of` adds one, and
+drops records whose groups are gone."""
 
 
 # ---- asking the other ranks

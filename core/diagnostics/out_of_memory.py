@@ -61,11 +61,11 @@ _NUM_SETTINGS = 3
 
 
 class _DeviceMemoryError(MemoryLimitError, torch.OutOfMemoryError):
-    """Also the error that torch raises for an accelerator."""
+    """A `MemoryLimitError` that is also torch's error for an accelerator."""
 
 
 class _HostMemoryError(MemoryLimitError, MemoryError):
-    """Also the error that Python raises for the host."""
+    """A `MemoryLimitError` that is also Python's error for the host."""
 
 
 def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:

@@ -178,7 +178,7 @@ class Offer:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     boxes: tuple[Box, ...]
     of_first_rank: bool
     """Whether ranks that hold the same box may differ, as in a buffer: then the first of them writes it."""

@@ -37,7 +37,7 @@ class Run:
     start: int = 0
     step: int = 1
     source_start: int = 0
-    """Its first row in the foreign tensor."""
+    """First row of the run in the foreign tensor."""
     transposed: bool = False
     """Our rows are the foreign tensor's columns."""
     source_index: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Recipe:
     """The rows of foreign tensors that form one of our tensors."""
 
     name: str
-    """As in the model's state dict."""
+    """Our tensor's name in the model's state dict."""
     runs: tuple[Run, ...]
     padded: bool = False
     """Whether rows that no run names are zeros: entries of a vocabulary without a token."""

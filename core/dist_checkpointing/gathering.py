@@ -49,13 +49,13 @@ class Transfer(NamedTuple):
 
     name: str
     box: Box
-    """Where they are held."""
+    """The source's box, which holds the elements."""
     cut: tuple[slice, ...]
-    """Their place in `box`."""
+    """Place of the elements in `box`."""
     want: Box
-    """Where they are to be."""
+    """The receiver's box, which the elements go to."""
     place: tuple[slice, ...]
-    """Their place in `want`."""
+    """Place of the elements in `want`."""
     source: int
     receiver: int
 
@@ -144,9 +144,9 @@ class Outgoing:
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    """The model's tensors that it is made of. The first one's dtype is its own."""
+    """Names of the model's tensors that the outgoing one is made of. It has the dtype of the first."""
     make: Callable[[Mapping[str, Tensor]], Tensor]
-    """Makes it from these, whole and by name. An `itemgetter` returns one of them as it is."""
+    """Makes the outgoing tensor from `sources`, whole and by name. An `itemgetter` returns one of them as it is."""
 
 
 class TensorStream:
@@ -214,9 +214,9 @@ class TensorStream:
 
     @cached_property
     def owners(self) -> dict[str, dict[Box, list[int]]]:
-        """The ranks that hold each box of each of the views. The first pass communicates for it.
+        """The ranks that hold each box of each view. The first pass communicates to find them.
 
-        Of a buffer, which may differ on ranks, the first one counts.
+        For a buffer, whose values may differ between ranks, the first rank counts.
 
         Raises:
             CheckpointError: on all ranks, if the boxes of a tensor do not make it up.

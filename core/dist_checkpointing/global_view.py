@@ -341,7 +341,7 @@ class FlatRange(Tensor):
     """`[n]`: the elements of this rank."""
 
     boxes: list[Box]
-    """Their boxes in the whole tensor, in the order of `elements`."""
+    """Boxes of `elements` in the whole tensor, in the same order."""
 
     @staticmethod
     def __new__(cls, elements: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:

@@ -47,9 +47,9 @@ from .format.index import INDEX_FILE, CheckpointIndex, encode_index
 from .format.reader import PieceReader
 
 _PIECE_BYTES = 1 << 23
-"""Sent at a time, so that messages of the step get their turn."""
+"""Bytes sent at a time, so that messages of the step get their turn."""
 _MARK_BYTES = 4096
-"""Of a mark, above twice the length of the first metadata."""
+"""Bytes of a mark, beyond twice the length of the first metadata."""
 
 
 class HostCopies:

@@ -68,7 +68,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """How many units ahead parameters are gathered during forward. 0 gathers each when it is reached."""
 
     backward_prefetch: int = 1
-    """The same for backward."""
+    """How many units ahead parameters are gathered during backward. 0 gathers each when it is reached."""
 
     gather_skipped_units: bool = False
     """Ranks may skip units that others run: those that skip one take part in its gathers and its reduction.
@@ -102,8 +102,8 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     # ---- precision
 
     param_dtype: Dtype | None = None
-    """Dtype of computation and of all-gathers. None: that of the model's config (``bf16``, ``fp16``) where all
-    parameters arrive in fp32. Else each parameter keeps its own, as fp32 norms in a bf16 model do."""
+    """Dtype of computation and of all-gathers. None: the dtype of the model's config (``bf16``, ``fp16``) where
+    all parameters arrive in fp32. Else each parameter keeps its own, as fp32 norms in a bf16 model do."""
 
     reduce_dtype: Dtype | None = None
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""

@@ -48,7 +48,7 @@ class DataParallelGroups:
     """The ranks above, each of which has parameters left out of sharding alone. None where there are none."""
 
     num_dense_replicas: int | None = None
-    """Of experts: the number of ranks in `whole` of other parameters."""
+    """In the groups of experts: the number of ranks in `whole` of other parameters."""
 
     model: ProcessGroupCollection = field(default_factory=ProcessGroupCollection, compare=False, repr=False)
     """The ranks that hold other parts of the model, such as `tp`, `pp` and `embd`. None where this rank is alone."""
@@ -107,8 +107,8 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
 
 
 def is_summed_later(parameter: torch.Tensor, stages: dist.ProcessGroup | None) -> bool:
-    """Returns whether `finalize_model_grads` sums a reduced gradient over ranks of another axis: those of sequence
-    parallelism, or `stages`, the first and the last pipeline stage, which share the weight."""
+    """Returns whether `finalize_model_grads` sums a reduced gradient over another axis: sequence-parallel ranks, or
+    `stages`, the first and the last pipeline stage, which share the weight."""
     is_shared = getattr(parameter, "shared_embedding", False) and stages is not None and stages.size() > 1
     return is_shared or getattr(parameter, "sequence_parallel", False)
 

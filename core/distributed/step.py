@@ -12,7 +12,7 @@ class Phase(Enum):
     """The contents of a wrapper's gradients."""
 
     ZEROED = "zeroed"
-    """Nothing: no backward has run since they were zeroed."""
+    """No gradients: no backward has run since they were zeroed."""
 
     ACCUMULATING = "accumulating"
     """Gradients of this rank's micro-batches. Some may be reduced already."""
@@ -40,7 +40,7 @@ class Call(Enum):
     SCALE = "scale_gradients"
     FINALIZE = "finalize_model_grads"
     STEP = "step"
-    """Of any optimizer, torch's too."""
+    """The ``step()`` of any optimizer, torch's too."""
 
 
 class Step:

@@ -2,7 +2,7 @@
 
 Squares are summed in double, on each rank over its own shards, then over the ranks; the norm is rounded to fp32 once.
 In double, the effect of the order of summation is far below fp32's resolution, so a replicated and a sharded run clip
-by the same number. (torch's fp32 norm is off by up to 3e-3 on large tensors, by an amount that depends on the shard's
+by the same number. (torch's fp32 norm is off by more the larger a tensor is, by an amount that depends on the shard's
 shape.) Where the same bits are promised on any number of ranks, that is not enough: the sum is then exact
 (`exact_sums`, a plug-in).
 """

@@ -56,7 +56,7 @@ class OptimizerConfig:
     place of its own."""
 
     muon_momentum: float | None = None
-    """Momentum of Muon. None: the preset's, 0.95 in all of them."""
+    """Momentum of Muon. None: the preset's value, 0.95 in all presets."""
 
     muon_nesterov: bool | None = None
     """Add the gradient to its momentum once more. None: the preset's."""
@@ -69,7 +69,7 @@ class OptimizerConfig:
     """Another factor of the update. None: the preset's, 0.2 in moonlight's, which gives it AdamW's usual size."""
 
     muon_num_ns_steps: int | None = None
-    """Newton-Schulz iterations. None: the preset's, 5 in all of them."""
+    """Newton-Schulz iterations. None: the preset's value, 5 in all presets."""
 
     muon_coefficient_type: CoefficientType | None = None
     """Coefficients of the iterations, by Megatron-LM's names. None: the preset's."""

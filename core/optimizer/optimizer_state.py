@@ -289,12 +289,12 @@ class OptimizerState(torch.optim.Optimizer, ABC):
 
         Raises:
             CheckpointError: the state of another rank, cut or model, or with fp32 masters of other parameters, on any
-                of these ranks.
+                of these ranks; or what `state_dict` has not returned.
         """
         self.finish_step()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._check_cut(state_dict.get("cut", {}))
+        self._check_cut(state_dict)
         scalars = state_dict["scalars"]
         self.check_state_scalars(scalars)
         for name, tensor in self.state_tensors().items():
@@ -313,11 +313,16 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             for p in self._params
         }
 
-    def _check_cut(self, theirs: Mapping[str, Any]) -> None:
-        own = self._cut()
+    def _check_cut(self, state_dict: Mapping[str, Any]) -> None:
+        own, theirs = self._cut(), state_dict.get("cut", {})
         differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
         message = None
-        if name := next(iter(differing), None):
+        if missing := {"cut", "tensors", "scalars"} - state_dict.keys():
+            message = (
+                f"the optimizer state has no {', '.join(sorted(missing))}; load what state_dict() of this version "
+                "returned, or a checkpoint, by core.optimizer.run_state.RunState"
+            )
+        elif name := next(iter(differing), None):
             message = (
                 f"the optimizer state of another rank, cut, precision or model was to be loaded: of {name} it has "
                 f"{theirs.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank what it "

@@ -37,7 +37,7 @@ class Options:
     gpu_memory: float | None = None
     """GiB of an accelerator, instead of the hardware's."""
     wrappers: str = ",".join(WRAPPERS)
-    """Only these."""
+    """Only these wrappers."""
     json: Path | None = None
     """Also write all numbers into this file."""
     html: Path | None = None

@@ -49,7 +49,7 @@ class Wire:
     calls: int
     sent_bytes: int
     crossing_bytes: int
-    """Of `sent_bytes`, those that leave the node, on average over ranks."""
+    """The part of `sent_bytes` that leaves the node, on average over ranks."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Estimate:
     config: PretrainConfig
     world_size: int
     simulation: Simulation
-    """Of the pipeline rank with the highest peak."""
+    """Simulation of the pipeline rank with the highest peak."""
     num_parameters: int
-    """Of the whole model, tied weights once."""
+    """Parameters of the whole model, tied weights counted once."""
     formula_bytes: Mapping[str, int]
     """Memory by category, in closed formulas."""
     wire: tuple[Wire, ...]
     model_flops: int
-    """Of a step, on all ranks, without recomputation."""
+    """FLOPs of a step on all ranks, without recomputation."""
     time: StepTime
     hardware: Hardware
 
@@ -258,7 +258,7 @@ def _activations(config: PretrainConfig) -> int:
 
 
 def _logits(config: PretrainConfig) -> int:
-    """Returns the bytes of logits, of the same in fp32, and of their gradient."""
+    """Returns the bytes of logits, of their fp32 copy, and of their gradient."""
     itemsize = 2 if config.model.bf16 or config.model.fp16 else 4
     columns = _vocab_size(config) // config.model.tensor_model_parallel_size
     return _tokens(config) * columns * (4 + 4 + (itemsize if itemsize < 4 else 0))

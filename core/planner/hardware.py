@@ -54,19 +54,19 @@ class Hardware:
     attention_flops: Rate
     """16-bit operations of FlashAttention-2, forward and backward."""
     memory_bandwidth: Rate
-    """What elementwise operations reach."""
+    """Bandwidth that elementwise operations reach."""
     launch_s: Rate
     """Least seconds of an operation: what the host takes to queue it."""
     node_size: Count
     """Accelerators of a node."""
     link_bandwidth: Rate
-    """Of one accelerator to others in its node, in one direction, as a ring of NCCL reaches it."""
+    """Bandwidth from one accelerator to others in its node, in one direction, as a ring of NCCL reaches it."""
     network_bandwidth: Rate
-    """Of one accelerator to other nodes, in one direction."""
+    """Bandwidth from one accelerator to other nodes, in one direction."""
     host_bandwidth: Rate
-    """Of copies between an accelerator and its host's pinned memory, in one direction."""
+    """Bandwidth of copies between an accelerator and its host's pinned memory, in one direction."""
     host_memory_bandwidth: Rate
-    """Of an accelerator's share of the host's own memory, to which updates of offloaded shards are bound."""
+    """An accelerator's share of the bandwidth of host memory, which bounds updates of offloaded shards."""
     source: str
 
     def work_seconds(self, work: Work) -> float:

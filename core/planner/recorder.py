@@ -61,17 +61,17 @@ class Work:
     flops: int
     """Floating-point operations of a matrix product or an attention. Others count their bytes alone."""
     nbytes: int
-    """Bytes that it reads and writes."""
+    """Bytes that the operation reads and writes."""
     itemsize: int
-    """Bytes of an element of its result."""
+    """Bytes of an element of the operation's result."""
     awaits: tuple[Transfer, ...]
-    """Collectives whose results it is the first to read."""
+    """Collectives whose results the operation is the first to read."""
     is_on_host: bool = False
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The begin of a micro-batch, or with pipeline stages of its pass through one stage."""
+    """The begin of a micro-batch, or with pipeline stages of a micro-batch's pass through one stage."""
 
     stage: int
     is_forward: bool
@@ -88,13 +88,13 @@ class Block:
 
     nbytes: int
     where: str
-    """The recorder's place when it was allocated."""
+    """The recorder's place at the allocation."""
     category: str = ""
     """Set by `Recorder.sort_into`. Empty for what neither wrapper nor optimizer holds."""
     collective: Transfer | None = None
-    """The last one that read or wrote it."""
+    """The last collective that read or wrote the memory."""
     awaited: Transfer | None = None
-    """The last one that wrote it, until an operation reads it."""
+    """The last collective that wrote the memory, until an operation reads it."""
 
 
 @dataclass
@@ -104,9 +104,9 @@ class Recorder:
     where: str = ""
     """What the run is doing, for `Block.where`. Set by the code that follows the run."""
     events: list[tuple[str, Event]] = field(default_factory=list)
-    """Each with its place."""
+    """Events in order, each with its place."""
     live: dict[int, Block] = field(default_factory=dict)
-    """Memory by the address of its storage's object."""
+    """Blocks by the address of their storage's object."""
     changes: list[tuple[str, int, Block]] = field(default_factory=list)
     """Place, signed bytes and block of each allocation and release."""
     uses_host: bool = False

@@ -23,7 +23,7 @@ MOST_RANKS = 16384
 """The end of a sweep over numbers of ranks."""
 
 MICRO_BATCH_SIZES = (1, 2, 4)
-"""What a search tries, next to the run's own."""
+"""Micro-batch sizes that a search tries, next to the run's own."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Candidate:
     latency_s: float
     """Time that all collectives would take without bytes."""
     tokens_per_second: float
-    """Of a rank."""
+    """Tokens per second of one rank."""
 
 
 @dataclass(frozen=True)

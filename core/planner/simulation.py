@@ -57,7 +57,7 @@ class Moment:
 
 
 Pass = tuple[int, bool, int]
-"""A stage, whether it is its forward, and the micro-batch."""
+"""A stage, whether the pass is its forward, and the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,13 @@ class Simulation:
     rank: int
 
     plans: Sequence[Plan]
-    """Of the wrapper of each of the rank's pipeline stages, over the fake groups, whose sizes and ranks stay
-    readable."""
+    """Plan of each of the rank's pipeline stages, over the fake groups, whose sizes and ranks stay readable."""
     world_size: int
     num_microbatches: int
     num_parameters: int
-    """Of the rank's pipeline stages, on all tensor-parallel and expert-parallel ranks, tied weights once."""
+    """Parameters of the rank's pipeline stages on all tensor-parallel and expert-parallel ranks, tied weights once."""
     timeline: Sequence[Moment]
-    """After each change of the held memory."""
+    """One moment after each change of the held memory."""
     peak: Moment
     construction_peak: int
     """Most bytes before the first step, while the model is built and wrapped."""

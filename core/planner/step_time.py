@@ -29,13 +29,13 @@ class StepTime:
     step_s: float
     compute_s: float
     communication_s: float
-    """Of all collectives, one after the other."""
+    """Seconds of all collectives, one after the other."""
     exposed_s: float
-    """While computation waits for collectives."""
+    """Seconds in which computation waits for collectives."""
     latency_s: float
-    """What all collectives would take without bytes."""
+    """Seconds that all collectives would take without bytes."""
     bubble_s: float = 0.0
-    """While the slowest pipeline stage waits for others."""
+    """Seconds in which the slowest pipeline stage waits for others."""
 
     @property
     def hidden_s(self) -> float:
@@ -66,7 +66,7 @@ def step_time(simulations: Sequence[Simulation], hardware: Hardware) -> StepTime
 
 
 Turn = tuple[int, bool]
-"""One of the rank's stages, counted from 0, and whether it is its forward."""
+"""One of the rank's stages, counted from 0, and whether the pass is its forward."""
 
 
 def _time_alone(simulation: Simulation, hardware: Hardware) -> tuple[StepTime, dict[Turn, list[float]]]:
@@ -121,8 +121,9 @@ class _Clock:
         self.now = self.compute = self.exposed = self.communication = self.latency = 0.0
         self._free = defaultdict[Ranks, float](float)  # by group
         self._end: dict[Transfer, float] = {}
-        # By group: where the computation was when the last gather was queued, and reductions that nobody waited for.
+        # By group: the value of `now` when the last gather was queued.
         self._queued = defaultdict[Ranks, float](float)
+        # Reductions that backward has queued and the computation has not waited for.
         self._late: list[Transfer] = []
         # Seconds of each pass of each stage, and the one that runs, with its begin.
         self.passes = defaultdict[Turn, list[float]](list)

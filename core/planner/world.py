@@ -1,4 +1,4 @@
-"""What a simulated run has around it: process groups without messages, lanes, neighbouring stages, and a host.
+"""The fake environment of a simulated run: process groups that send nothing, lanes, neighbouring stages, and a host.
 
 Each takes a place that the library has for it (`core.base.device.Seam`), or is one of torch's modes. Collectives run
 at once, on the thread that calls them, and experts are given equally many tokens. A real step that is compared with a

@@ -58,7 +58,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
 
 
 _signed: list[SignedStore] = []
-"""The store of the last group: torch keeps the C++ half of it alone. `_join` sets it."""
+"""The store of the last group: torch keeps only the store's C++ half. `_join` sets it."""
 
 
 def _join(backend: str, timeout: timedelta) -> None:

@@ -19,10 +19,10 @@ from ..base.files import brief
 from .launchers import GENERATION
 
 MOST_RANKS, MOST_THREADS, MOST_PORT = 1 << 20, 4096, 65535
-"""Of a run, of a rank (no machine has as many cores), and of a machine."""
+"""Most ranks of a run, most threads of a rank (no machine has as many cores), and the largest port."""
 
 _ATTEMPTS, _PAUSE_S = 20, 0.5
-"""How often a name is looked up, and the seconds after each time: that of a machine which has just started is known
+"""How often a name is looked up, and the seconds after each time. The name of a machine that has just started is known
 a few seconds later."""
 
 

@@ -172,7 +172,7 @@ class SideStream:
         self._stream = streams.Stream()  # of the GPU that is current here, which the reading thread takes over
 
     def start(self, batch: Batch) -> Wait[Batch]:
-        """Begins to copy a batch. What is queued after the wait for it may read it."""
+        """Begins to copy a batch. Work queued after the wait for the copy may read it."""
         with streams.stream(self._stream):
             # In the side stream's memory, which a later batch may get once all streams that use it are past it.
             copies, event = to_device(batch), streams.record_event()

@@ -206,7 +206,7 @@ def freeze_parameters(model: nn.Module | Sequence[nn.Module], patterns: Sequence
 
 
 def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Does the same for one stage without a check: a pattern may match nothing there, or everything."""
+    """Freezes the matching parameters of a stage and returns their names. Patterns may match none of them, or all."""
     names = []
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):

@@ -71,6 +71,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("build", metavar="module:function", help="builds the model; see docs/verify.md")
     add_flags(parser, Path(__file__).with_name("flags.json"))
+    parser.set_defaults(**vars(Options()))
     parser.add_argument(
         "--wrappers", nargs="+", metavar="WRAPPER", help=f"only these, of: {'; '.join(WRAPPERS)}; all by default"
     )

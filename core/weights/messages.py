@@ -60,7 +60,7 @@ class Full:
 
     version: int
     tensors: Annotated[Bucket, _are_apart, "with each name once"]
-    """All, in order."""
+    """All tensors, in order."""
     base: Annotated[str, {""}] = ""
     kind = "full"
 

@@ -39,8 +39,8 @@ _EXPERTS = {
         ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj", "down_proj"))
     ),
 }
-"""Of transformers' models that stack their experts: the block and the weights of an expert in files. Those of gpt-oss
-are stacked in files too."""
+"""For transformers' models that stack their experts: the block and the weights of an expert in files. The experts of
+gpt-oss are stacked in files too."""
 
 _Update = tuple[float, str, str]
 """Scale of a LoRA adapter, and the names of its factors: the one next to the input, and the other."""

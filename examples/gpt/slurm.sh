@@ -16,7 +16,7 @@
 set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:-.}"
-# Each task finds its rank and the others (core/rendezvous/slurm.py). One that fails ends the others at once, and its
+# Each task finds its rank and the others (core/rendezvous/launchers.py). One that fails ends the others at once, and its
 # exit status is the job's.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec srun --kill-on-bad-exit=1 \

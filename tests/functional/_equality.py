@@ -126,10 +126,11 @@ def replicated(training: Training, ranks: int) -> Curve:
 
 
 def serial(training: Training, ranks: int) -> Curve:
-    """One process."""
-    key = ("serial", repr(training), ranks)
+    """One process, the same for each way to cut the model."""
+    alone = training.alone
+    key = ("serial", repr(alone), ranks)
     if key not in _curves:
-        _curves[key] = [run_serial(training, ranks)]
+        _curves[key] = [run_serial(alone, ranks)]
     return _curves[key][0]
 
 

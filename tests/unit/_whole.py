@@ -53,7 +53,7 @@ def assembled(views: Mapping[str, Tensor], *, own_first: bool = False) -> dict[s
         known = is_known.setdefault(name, torch.zeros(shape, dtype=torch.bool))
         for offsets, values in boxes:
             place = tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))
-            same = ~known[place] | (tensor[place] == values) | (values != values)
+            same = ~known[place] | (tensor[place] == values) | ((values != values) & (tensor[place] != tensor[place]))
             assert own_first or bool(same.all()), f"ranks hold different values of {name}"
             tensor[place], known[place] = values.detach(), True
     assert not [name for name, known in is_known.items() if not known.all()], "no rank holds some elements"

@@ -39,8 +39,9 @@ TESTED_IN = {
     **{f"training/launch/{name}.py": "training/launch/test_nodes.py" for name in ("follower", "joining", "lines")},
     **{f"training/launch/{name}.py": "training/launch/test_main.py" for name in ("generations", "messages")},
 }
-"""Modules that are tested with what uses them, and where. None of the library is: see `LIBRARY`."""
+"""Modules that are tested with what uses them, and where."""
 LIBRARY = ("comm", "dist_checkpointing", "distributed", "optimizer")
+"""Rooms in which every module has a test of its own."""
 TOOLS = ("planner",)
 """Folders whose modules are tested as one program."""
 NOT_OF_CORE = {

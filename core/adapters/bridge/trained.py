@@ -184,7 +184,7 @@ _TRAINED = "_trained"
 
 
 def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
-    """Returns the wrapper of a model or of a part of it, or `module` if it is one. None without one."""
+    """Returns the wrapper of `module`, a model or a part of one. Returns a wrapper itself. None without a wrapper."""
     if isinstance(module, _BaseDataParallel):
         return module
     owners = map(owner_of, module.parameters())
@@ -297,7 +297,7 @@ class Trained:
         return GradientNorm(self.wrapper)
 
     def finish_sums(self) -> None:
-        """Makes summed gradients global, once a step: on every rank the result, or its shard of it."""
+        """Makes summed gradients global, once a step. Each rank gets the whole result, or its own shard."""
         if self.wrapper.step.is_reduced:
             return
         self.wrapper.finish_grad_sync()

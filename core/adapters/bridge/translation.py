@@ -108,7 +108,7 @@ class Replicas(DistributedDataParallel):
 
 
 class ShardedInPlace(TorchFullyShardedDataParallel):
-    """The wrapper of a model that a trainer goes on calling by itself, and that no call finishes after a backward.
+    """Wrapper for trainers that call the unwrapped model and never call `finalize_model_grads`.
 
     The last backward of a step leaves gradients as any optimizer may read them, means and sums alike: what a trainer
     divides, it divides in its loss.

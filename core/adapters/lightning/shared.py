@@ -190,7 +190,7 @@ class ZeroesThroughWrapper(Optimizer):
     """Mixed into the class of an optimizer: ``zero_grad()`` zeroes the wrapper's gradients, not those in ``grad``."""
 
     wrapper: _BaseDataParallel
-    """The wrapper of its parameters. Set when the optimizer is set up. Never cleared."""
+    """The wrapper of the optimizer's parameters. Set when the optimizer is set up. Never cleared."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""

@@ -29,7 +29,7 @@ class _Backward:
 
 
 _LOST = weakref.ref(_Backward())
-"""A dead reference, as that of a backward that raised."""
+"""A dead reference, like the one to a backward that raised."""
 
 
 class ReductionSchedule:

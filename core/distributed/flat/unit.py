@@ -86,11 +86,11 @@ class UnitPhase(Enum):
     """
 
     READABLE = auto()
-    """In the slot, with its values: those of the shards once a gather is finished."""
+    """Parameters are in the slot and have its values, equal to the shards once a gather is finished."""
     HIDDEN = auto()
-    """Their use calls `on_use`, which waits for them, gathers them or raises."""
+    """Use of the parameters calls `on_use`, which waits for them, gathers them or raises."""
     APART = auto()
-    """In memory of their own, or in place without a slot: whole for the caller, who may write them."""
+    """Parameters are in memory of their own, or in place without a slot: whole for the caller, who may write them."""
 
 
 class Unit:

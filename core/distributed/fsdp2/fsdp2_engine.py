@@ -178,7 +178,6 @@ class TorchParameters(Parameters):
 
     def invalidate(self) -> None:
         self.settle()
-        self._writes_to_shards.find()
         self.order.end_step()
 
     def receivers(self) -> list[nn.Parameter]:

@@ -26,7 +26,7 @@ from ..plan.parts import UnitTransform
 from .forward_hooks import SavedTensors, WrapperHook, keep, read_kept
 
 LEAST_BYTES = 1024
-"""Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""
+"""Size of the smallest tensor that is copied. Copying a smaller one costs more than its memory is worth."""
 
 
 def offload_activations(transforms: Iterable[UnitTransform]) -> None:

@@ -23,7 +23,7 @@ class BucketLayout:
     start: int
     end: int
     members: tuple[int, ...]
-    """Indices of its parameters, in the order of their places."""
+    """Indices of the bucket's parameters, in the order of their places."""
     ranges: tuple[tuple[int, int], ...]
     """``[start, end)`` of each member, counted from the beginning of the bucket."""
 

@@ -29,7 +29,7 @@ class ParamPlan:
     """Index of each name in the model's list of parameter names, which is roughly the order of execution."""
     shape: tuple[int, ...]
     accumulates_in_fp32: bool = False
-    """Its gradient accumulates over micro-batches in an fp32 tensor of its own."""
+    """The gradient accumulates over micro-batches in a separate fp32 tensor."""
     bounds: tuple[int, ...]
     """Rank `i` of the ranks that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
     parameter."""
@@ -97,7 +97,7 @@ class PiecePlan(PieceKind):
     """Index of the flat buffer, and of this piece in it. None if torch has the memory, or nothing moves.
     Pieces of one kind share a buffer, in the order in which backward is expected to finish them."""
     layout: BucketLayout = _NO_LAYOUT
-    """Its place in the flat buffer, empty without one."""
+    """Layout of the piece in the flat buffer. Empty if it is in none."""
 
     @property
     def numel(self) -> int:
@@ -168,9 +168,9 @@ class UnitPlan:
     """
 
     modules: tuple[nn.Module, ...] = ()
-    """Usually one. The unit's parameters are whole while one of them runs. A bucket has none."""
+    """Usually one module. The unit's parameters are whole while one of them runs. A bucket has none."""
     names: tuple[str, ...] = ()
-    """Name of each module in the model. That of the model itself is empty."""
+    """Name of each module in the model. The name of the model itself is empty."""
     is_minority: bool = False
     """Split off from another unit, or the model, because of its dtype."""
     pieces: tuple[PiecePlan, ...] = ()
@@ -178,7 +178,7 @@ class UnitPlan:
     precision: MixedPrecisionPolicy = NO_CASTS
     """Dtypes of the modules. Units cast their inputs. Only the model casts outputs."""
     is_gathered: bool = False
-    """Its parameters are gathered before use. Otherwise they are always whole."""
+    """The unit's parameters are gathered before use. Otherwise they are always whole."""
     slot: int | None = None
     """Index of the slot that the unit is gathered into. Units of equal size take turns with a slot. None if a single
     rank has all parameters, or torch has the memory."""

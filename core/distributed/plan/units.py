@@ -43,7 +43,7 @@ def find_units(
       recursively. An `nn.Sequential` is a unit.
     - A module is left to the root, which is gathered for the whole forward, if code outside it reads one of its
       weights: one marked ``shared_embedding`` (Megatron's mark), or registered outside the units too.
-    - Units that share a weight only with each other are united.
+    - Units that tie a weight only among themselves become one unit.
     - FSDP2 takes one dtype of trainable parameters in a unit. In a unit, or the root, with several, the modules with
       those of a rarer dtype (fp32 norms in a bf16 layer) become a separate unit before it, unless `splits_dtypes` is
       False. So do those with parameters of one of `kinds`, which other ranks share.

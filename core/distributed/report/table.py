@@ -34,9 +34,9 @@ class UnitFacts:
     """Parameters of one collective. Sizes are this rank's, after the tensor-parallel split, with padding."""
 
     name: str
-    """Names of its modules below the model, joined by " + ". Empty for the root unit."""
+    """Names of the unit's modules below the model, joined by " + ". Empty for the root unit."""
     kind: str
-    """Classes of its modules, or what a bucket contains."""
+    """Classes of the unit's modules, or what a bucket contains."""
     num_parameters: int
     num_trainable: int
     kept: Memory
@@ -67,7 +67,7 @@ class ModelFacts:
     plan: Plan
     num_microbatches: int
     units: tuple[UnitFacts, ...]
-    """In the order of their first parameters in the model, which is roughly that of execution."""
+    """Units in the order of their first parameters in the model, which is roughly the order of execution."""
     ties: tuple[tuple[str, ...], ...] = ()
     """All names of each weight that has several."""
     replicated: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Table:
     """The lines of a table, without the columns that say nothing of this model."""
 
     columns: tuple[str, ...]
-    """Those of `COLUMNS` that are left."""
+    """Columns from `COLUMNS` that the table keeps."""
     lines: tuple[Line, ...]
     """The last one has the totals."""
 

@@ -20,7 +20,7 @@ _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
 
 _LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
-"""Layouts that norm queries and keys in any case."""
+"""Values of ``model_type`` whose attention no model here has."""
 _ACTIVATIONS: dict[str, str] = HF_TABLES["activations"]
 _THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}  # the first of several
 

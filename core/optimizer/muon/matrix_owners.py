@@ -53,7 +53,7 @@ class _Part:
     end: int
     """The matrix's rows ``[first, end)`` are in the box."""
     rows: slice | Tensor
-    """Where they are in the box."""
+    """Where the matrix's rows are in the box."""
     starts: dict[int, int]
     """By rank that holds the box: its first element in the rank's memory of the parameter."""
 

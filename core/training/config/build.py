@@ -93,12 +93,12 @@ def _expand_shorthands(settings: dict[str, Any]) -> None:
     for shorthand, values in meant.items():
         for name, value in values.items():
             if settings.setdefault(name, value) != value:
-                raise ConfigError(f"{shorthand} and {name} {settings[name]} contradict each other; drop one")
+                flag = "num_virtual_stages_per_pipeline_rank" if name.startswith("virtual_pipeline") else name
+                raise ConfigError(f"{shorthand} and {flag} {settings[name]} contradict each other; drop one")
     shares_keys, groups = settings.pop("group_query_attention", None), settings.get("num_query_groups")
     if shares_keys not in (None, groups is not None):
-        raise ConfigError(
-            f"group_query_attention is turned {'on' if shares_keys else 'off'} and num_query_groups {groups}; drop one"
-        )
+        state, mend = ("on", "say how many groups by num_query_groups") if shares_keys else ("off", "drop one")
+        raise ConfigError(f"group_query_attention is turned {state} and num_query_groups is {groups}; {mend}")
 
 
 def is_required(entry: Field[Any]) -> bool:

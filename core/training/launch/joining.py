@@ -24,8 +24,6 @@ from .messages import MOST_RANKS, Challenge, Hello, Refused, Welcome, encode
 from .nodes import OnMessage, OtherNode, machine_name
 from .processes import SignalCount, say
 
-POLICIES = ("restart", "replace", "shrink")
-
 JOIN_S = 600.0
 """How long launchers wait for each other at the start."""
 _POLL_S = 0.2

@@ -22,7 +22,7 @@ SILENCE_S = 9.0
 _BEAT_S, _SEND_S = 2.0, 5.0
 """How often a launcher says that it is alive, and how long it waits for a socket that takes no more."""
 _MOST_BYTES, _READ_BYTES = 1 << 20, 1 << 16
-"""Of a line, and of what a stranger says before it is known."""
+"""Most bytes of a line, and of what a stranger says before it is known."""
 
 
 class Connection:
@@ -93,7 +93,7 @@ class Connection:
             self.send(Beat())
 
     def read(self, seconds: float = 0.0) -> bool:
-        """Takes what has come, after waiting for it for so long. Returns whether anything has."""
+        """Takes messages that have come, after waiting for `seconds` at most. Returns whether anything has come."""
         if self.is_over or not is_ready(self.connection.fileno(), select.POLLIN, seconds):
             return False
         try:

@@ -22,10 +22,10 @@ RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 """Environment variable: when the launcher started, in `STARTED_FORMAT`. It does not change when ranks start again, by
 this launcher or by one of other machines' that takes the place of the first."""
 STARTED_FORMAT = "%Y%m%d-%H%M%S.%f"
-"""Of UTC. Microseconds tell launchers that start in one second from each other."""
+"""Format of times in UTC. Microseconds tell launchers that start in one second from each other."""
 
 MOST_RANKS = 1024
-"""Of a machine: a stranger's number starts no more."""
+"""Most ranks of a machine: a stranger's number starts no more."""
 
 VARIABLES = {
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"),
@@ -122,9 +122,9 @@ class Generation:
     node: Count = 0
     """Number of this machine."""
     lost: str = ""
-    """Which rank was lost before it, and how. Empty for the first."""
+    """Which rank was lost before this generation, and how. Empty for the first."""
     lost_at: Seconds = 0.0
-    """When the launcher saw that (`time.time`). 0 for the first."""
+    """When the launcher saw the loss (`time.time`). 0 for the first."""
     policy: str = "restart"
     """What survivors do: ``replace`` or ``shrink``."""
     limit_s: Seconds = 0.0
@@ -149,7 +149,7 @@ ToRank = Generation | AskWhere | Over
 
 @dataclass(frozen=True)
 class Challenge:
-    """What the other launcher has to sign, at random."""
+    """Asks the other launcher to sign a random text."""
 
     nonce: str
 
@@ -171,9 +171,9 @@ class Hello:
     command: str
     """A hash of the command of the ranks."""
     nonce: str
-    """What the first launcher has to sign."""
+    """The text that the first launcher has to sign."""
     signature: str = ""
-    """Of the challenge, and of all other fields."""
+    """Signature of the challenge and of all other fields."""
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ class Permutation:
     """
 
     order: Tensor
-    """Of each row, its place in `[tokens x k]`."""
+    """Place of each row in `[tokens x k]`."""
     inverse: Tensor
-    """Of each place, its row. At or past the end of `order` if it has none."""
+    """Row of each place. At or past the end of `order` if the place has none."""
     ends: Tensor
-    """Of each expert, the end of its rows, in int32."""
+    """End of each expert's rows, in int32."""
     row_experts: Tensor
-    """The expert of each row. Of a dropped row, the last one."""
+    """The expert of each row. The last expert for a dropped row."""
     topk: int
     has_dropped: bool
     """Whether there may be rows after the last end."""

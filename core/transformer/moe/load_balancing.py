@@ -179,8 +179,11 @@ def pop_balance_losses(model: nn.Module, forward: int | None = None) -> list[Ten
 
 
 def pop_balance_loss(module: nn.Module, forward: int | None = None) -> Tensor | None:
-    """Does the same for one module, where None means all forwards. Returns the sum if it ran more than once, None if
-    there is no loss."""
+    """Returns the sum of the losses that a forward left in one module, and forgets them. None if there is no loss.
+
+    Args:
+        forward: number of the forward; None means all forwards.
+    """
     total: Tensor | None = None
     for note in notes_of(module):
         if note.loss is not None and forward in (None, note.forward):

@@ -169,8 +169,9 @@ class TopKRouter(ParameterOwner):
     def _auxiliary_losses(
         self, logits: Tensor, shares: Tensor, experts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-        """Returns the sum of all losses times their coefficients, and without those the balancing losses and that of
-        the logits: this rank's addends. With "global_aux_loss" the tokens of each expert on all replicas, else 0.
+        """Returns this rank's addends: the sum of all losses times their coefficients, then the balancing losses and
+        the loss of the logits without coefficients. With "global_aux_loss" also the tokens of each expert on all
+        replicas, else 0.
 
         Args:
             logits, shares: `[s, b, experts]`.

@@ -1,8 +1,9 @@
 """The rule of the contract: what works on a plain module gives that result under every wrapper, or raises.
 
 Each scenario, of `outside_the_loop`, is a function that trains `run` in some way that no documented loop does. It runs
-once on a plain module in one process, which is the oracle, and once under every wrapper on two ranks: the weights must
-be bitwise equal, or the error must be the one that the scenario names for this wrapper.
+once on a plain module in one process, which is the oracle, and once under every wrapper on two ranks: the weights, and
+the gradients that the scenario compares, must be bitwise equal, or the error must be the one that the scenario names
+for this wrapper.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from torch import Tensor
 
 from tests.streams.late_lane import late_lanes
 from tests.unit._quick import quick
+from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed.outside_the_loop import SCENARIOS
 from tests.unit.distributed.outside_the_loop.scenario import Plain, Wrapped, largest
 
 
 @functools.cache
-def _plain(name: str, adds_ranks_first: bool) -> dict[str, Tensor]:
-    """Returns the weights of a plain module after a scenario; ranks are reused, and have them for every wrapper."""
+def _plain(name: str, adds_ranks_first: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns weights of a plain module after a scenario, and gradients; ranks are reused, for every wrapper."""
     case = SCENARIOS[name]
     run = Plain(case.make(), case.optimizer, adds_ranks_first=adds_ranks_first)
     case.go(run)
-    return run.weights()
+    return run.weights(), run.reduced
 
 
 def _run_scenarios(names: list[str], kind: str) -> dict[str, str]:
@@ -51,10 +53,14 @@ def _outcome(name: str, kind: str) -> str:
         return f"raised {type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"
     if pattern:
         return f"did not raise {pattern!r}"
-    expected = _plain(name, adds_ranks_first=kind == "zero2_every_micro_batch")
+    expected, reduced = _plain(name, adds_ranks_first=kind == "zero2_every_micro_batch")
     wrong = {key: largest(found[key].double() - expected[key].double()) for key in expected}
     rtol = case.rtol_of.get(kind, case.rtol)
     wrong = {key: off for key, off in wrong.items() if not off <= rtol * largest(expected[key])}
+    try:
+        assert_same_sums(run.reduced, reduced, case.additions_of.get(kind, 0))
+    except AssertionError as error:
+        return f"gradients differ: {error}, and weights: {wrong}"
     return f"differs: {wrong}" if wrong else "as expected"
 
 

@@ -124,3 +124,11 @@ def test_state_of_another_rank_is_refused(strategy: str):
     )
     assert len({text for text, _ in actual}) == 1 and "\n" not in actual[0][0]
     assert all(continues for _, continues in actual)
+
+
+def test_a_state_of_another_form_is_refused():
+    optimizer = get_megatron_optimizer(optimizer_config(), [Model()])
+    state = optimizer.state_dict()
+    for form in ({}, {"cut": state["cut"], "optimizer": {}, "masters": {}}):
+        with pytest.raises(CheckpointError, match=r"has no .*scalars, tensors; load what state_dict\(\)"):
+            optimizer.load_state_dict(form)

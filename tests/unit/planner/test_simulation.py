@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +19,11 @@ from core.planner.estimates import model_flops
 from core.planner.phantom import phantoms
 from core.planner.recorder import HOST, Recorder, Transfer, Work
 from core.training.config.arguments import parse_arguments
+from tests.unit._benchmark_modules import load
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.planner._lines import LLAMA, TINY, simulated
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 REAL = (
     "",
@@ -37,14 +35,8 @@ REAL = (
 )
 
 
-def _load(name: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module(name)
-
-
 def _real_steps(lines: list[list[str]]) -> list[tuple[int, int]]:
-    steps: list[tuple[int, int]] = _load("_planned_step").real_steps(lines)
+    steps: list[tuple[int, int]] = load("_planned_step").real_steps(lines)
     return steps
 
 

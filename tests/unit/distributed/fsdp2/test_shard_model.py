@@ -100,3 +100,14 @@ def _steps_on_memory_of(exchanges: bool) -> dict[str, torch.Tensor]:
 @on_ranks(2)
 def test_torchs_collectives_can_have_memory_of_the_backend() -> None:
     assert_same(_steps_on_memory_of(False), _steps_on_memory_of(True))
+
+
+@on_ranks(2)
+def test_a_write_to_shards_between_forwards_is_seen() -> None:
+    model, plain, tokens = build("fsdp2", toy(), reshard_after_forward=False), toy(), batches(0)[0]
+    shards = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model(tokens)  # no backward follows, so that units stay gathered
+    with torch.no_grad():
+        for parameter in (*shards, *(p for p in plain.parameters() if p.requires_grad)):
+            parameter.mul_(0.5)
+        assert torch.equal(model(tokens), plain(tokens))

@@ -37,6 +37,12 @@ def test_a_guard_in_the_list_is_asked_at_each_moment(kind: str) -> None:
     finalize_model_grads([model])
     model.check_step("SGD")
     assert set(moments[3:]) == BEFORE_A_STEP and moments[-1] == "before_step"
+    with (
+        mock.patch.object(model.engine.gradients, "finish", side_effect=RuntimeError("shapes")),
+        pytest.raises(RuntimeError, match="shapes"),
+    ):
+        model.finish_grad_sync()
+    assert moments[-1] == "on_failure"
     num_moments = len(moments)
     if kind == "fsdp2" or model.plan.is_replicated:
         optimizer.step()

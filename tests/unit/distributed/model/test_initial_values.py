@@ -112,7 +112,6 @@ def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
             assert parameter.to_local().untyped_storage().nbytes() <= 4 * parameter.numel() // 2 + 4 * 11
     loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
-    return expected
 
 
 @on_ranks(2)

@@ -31,7 +31,6 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     if exact:
         assert_same(found, expected)
     else:  # three micro-batches of two ranks, and what is called up to three times, are 18 parts
-        assert found.keys() == expected.keys()
         assert_same_sums(found, expected, additions=17)
 
 

@@ -36,6 +36,7 @@ class Run:
     def __init__(self, optimizer: Callable[[Run], Any] | None) -> None:
         self.optimizer = optimizer(self) if optimizer else None
         self.outputs: dict[str, Tensor] = {}  # what a scenario wants compared with the weights
+        self.reduced: dict[str, Tensor] = {}  # gradients that it wants compared before they are rounded into weights
 
     def train(self, steps: int = 1, *, micro_batches: int = 2, first: int = 0, zeroes: bool = True) -> None:
         for step in range(first, first + steps):
@@ -46,11 +47,15 @@ class Run:
             self.finish()
             self.step()
 
-    def compute(self, index: int) -> None:
-        """Computes the gradients of one micro-batch, and finishes them."""
+    def compute(self, index: int, *, micro_batches: int = 1) -> None:
+        """Computes the gradients of some micro-batches, and finishes them."""
         self.zero()
-        self.backward(index)
+        for place in range(micro_batches):
+            self.backward(index + place, is_last=place == micro_batches - 1)
         self.finish()
+
+    def compare_gradients(self, when: str) -> None:
+        self.reduced |= {f"{name} {when}": gradient for name, gradient in _toys.gradients(self.model).items()}
 
     def finish_and_step(self) -> None:
         self.finish()
@@ -187,6 +192,7 @@ class Scenario:
         settings: fields of the wrapper's config, by kind.
         rtol: of the comparison, where an addition is made in another order; 0 is bitwise.
         rtol_of: the same for single kinds.
+        additions_of: how many additions a gradient has, for kinds that make them in another order than the oracle.
     """
 
     def __init__(self, go: Callable[[Run], None], **kwargs: Any) -> None:
@@ -197,6 +203,7 @@ class Scenario:
         self.only: tuple[str, ...] = kwargs.pop("only", KINDS)
         self.rtol: float = kwargs.pop("rtol", 0.0)
         self.rtol_of: dict[str, float] = kwargs.pop("rtol_of", {})
+        self.additions_of: dict[str, int] = kwargs.pop("additions_of", {})
         self.settings: dict[str, Any] = kwargs.pop("settings", {})
         assert not kwargs
 

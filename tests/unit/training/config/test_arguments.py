@@ -146,7 +146,7 @@ SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
     ("settings", "said"),
     [
         ({"fp16": True, "bf16": True}, "fp16.*bf16.*choose one"),
-        ({"group_query_attention": True}, "num_query_groups"),
+        ({"group_query_attention": True}, "num_query_groups is None; say how many groups"),
         ({"swiglu": True, "activation_func": "gelu"}, "swiglu and activation_func gelu"),
         ({"num_query_groups": 3}, "num_query_groups 3"),
         (
