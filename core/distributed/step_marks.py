@@ -74,10 +74,16 @@ def mark_of(param: Any) -> StepMark | None:
     return mark
 
 
-def note_own_optimizer(optimizer: Optimizer) -> None:
-    """Makes the hooks skip an optimizer that calls its wrappers itself."""
-    setattr(optimizer, _IS_OWN, True)
-    note_optimizer(optimizer)
+def note_own_optimizer(rule: Optimizer, optimizer: Optimizer) -> None:
+    """Makes the hooks skip an optimizer that calls its wrappers itself, and the update rule inside it."""
+    for own in (rule, optimizer):
+        setattr(own, _IS_OWN, True)
+    note_optimizer(rule)
+
+
+def is_own_optimizer(optimizer: Optimizer) -> bool:
+    """Returns whether `note_own_optimizer` was called for an optimizer."""
+    return hasattr(optimizer, _IS_OWN)
 
 
 @functools.cache
@@ -87,7 +93,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if hasattr(optimizer, _IS_OWN):
+    if is_own_optimizer(optimizer):
         return
     # By their order and each once: thousands of parameters share one mark, whose checks take long.
     every = dict.fromkeys(getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"])
@@ -162,13 +168,13 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
 
 
 def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
-    """Raises if wrapping replaced the parameter in its model.
+    """Raises if wrapping replaced the parameter in its model, or it is what a parameter is gathered into.
 
     Raises:
         OptimizerError: names the parameter.
     """
     mark = mark_of(parameter)
-    if isinstance(mark, _Untrained) and mark.is_replaced:
+    if isinstance(mark, _Untrained):
         mark.refuse(optimizer)
 
 

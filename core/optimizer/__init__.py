@@ -15,6 +15,7 @@ from .param_groups import (
     ParamWithNamePredicate,
     get_standard_config_overrides,
 )
+from .shard_optimizer import shard_optimizer
 
 __all__ = [
     "DistributedOptimizer",
@@ -26,6 +27,7 @@ __all__ = [
     "ParamWithNamePredicate",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
+    "shard_optimizer",
 ]
 
 __getattr__ = absent_names(__name__)

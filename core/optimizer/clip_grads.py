@@ -62,6 +62,11 @@ class GradientStatistics:
             if (is_cut or rank == 0) and not getattr(p.param, "shared", False):
                 part.members.append(index)
         self._parts = list(parts.values())
+        self._groups = groups
+
+    def over(self, params: Sequence[MainParam]) -> GradientStatistics:
+        """Returns the same statistics of other parameters."""
+        return type(self)(params, self._groups)
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> Tensor:
         """Returns the L2 norm of the gradient, and how many of its elements are zero if asked, else 0.

@@ -9,68 +9,27 @@ for that run. (Rajbhandari et al., 2020.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ..base.errors import ConfigError, OptimizerError
+from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments
-from ..base.module_protocol import unwrap_model
-from ..base.parameters import elements_of
 from ..dist_checkpointing.agreement import pipeline_ranks
-from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks
-from ..distributed.engine.engine import owner_of
-from ..distributed.flat.flat_engine import FlatEngine
-from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
-from ..distributed.plan.parts import ParamPlan
 from ..distributed.plan.pieces import full_param_layout
 from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 from .clip_grads import GradientStatistics
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
+from .main_ranges import collect_main_params
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides, ParamCondition, build_param_groups
-from .update_rules import RuleBuilder
-
-
-@dataclass(eq=False)
-class MainRange(MainParam):
-    """The run of a parameter's elements that the plan gives this rank to update. May be empty."""
-
-    engine: FlatEngine = field(repr=False)
-    """The engine whose buffers hold the parameter, and which reduces its gradient."""
-
-    start: int
-    end: int
-    """The run: elements ``[start, end)`` of the flattened parameter."""
-
-    _run: Tensor = field(init=False, repr=False)
-    """A view of the run in the wrapper's buffer, which owns the memory. Set once. Valid while the parameter is in the
-    buffer, which `check_storage` checks."""
-
-    def __post_init__(self) -> None:
-        self._run = elements_of(self.param, self.start, self.end)
-        super().__post_init__()
-
-    def local(self) -> Tensor:
-        return self._run
-
-    def local_gradient(self) -> Tensor | None:
-        return self.engine.gradients.of(self.param)
-
-    def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        plan = self.engine.plan.over_ranks_of(kind_of(self.param))
-        return (plan.groups.shard,) if plan.num_shards > 1 else ()
-
-    def whole(self, state: Tensor) -> Tensor:
-        return noting_copy(flat_range_view(self.param, state, self.start), self.param)
+from .update_rules import RuleBuilder, UpdateRule
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -108,59 +67,6 @@ class DistributedOptimizer(MegatronOptimizer):
                 wrapper.start_param_sync()
 
 
-def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool = True) -> list[MainParam]:
-    """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
-
-    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. A wrapper
-    that shards buffers gives this rank's run of each parameter.
-
-    Raises:
-        OptimizerError: a parameter that is in no buffers of its wrapper, or whose wrapper is none of the chunks.
-    """
-    main_params: list[MainParam] = []
-    identities: set[int] = set()
-    names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
-    for index, chunk in enumerate(model_chunks):
-        model = unwrap_model(chunk)
-        planned = chunk.plan.trained_params if isinstance(chunk, _BaseDataParallel) else {}
-        prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
-        for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
-                continue
-            identities.add(id(param))
-            owner, _, attribute = name.rpartition(".")
-            place = prefix + name, param, model.get_submodule(owner), attribute
-            run = _planned_run(chunk, planned.get(name), param, name)
-            main_params.append(
-                MainParam(*place, has_master=has_master)
-                if run is None
-                else MainRange(*place, *run, has_master=has_master)
-            )
-    return main_params
-
-
-def _planned_run(
-    chunk: nn.Module, planned: ParamPlan | None, param: nn.Parameter, name: str
-) -> tuple[FlatEngine, int, int] | None:
-    """Returns the engine and the bounds of a `MainRange`, or None where the rank updates all that it holds."""
-    wrapper = owner_of(param)
-    if isinstance(chunk, _BaseDataParallel) and chunk.plan.shards_buffers and isinstance(chunk.engine, FlatEngine):
-        if wrapper is not chunk or planned is None or not param.is_contiguous():
-            raise OptimizerError(
-                f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
-                "wrapping; wrap the model when it is complete"
-            )
-        index = chunk.plan.over_ranks_of(kind_of(param)).shard_index
-        start, end = planned.bounds[index : index + 2]
-        return chunk.engine, start, end
-    if wrapper is not None and wrapper.plan.shards_buffers:
-        raise OptimizerError(
-            f"parameter {name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer was "
-            "not given that wrapper; give it what wrap_model returned"
-        )
-    return None
-
-
 @checks_arguments
 def get_megatron_optimizer(
     config: OptimizerConfig,
@@ -195,33 +101,60 @@ def get_megatron_optimizer(
         OptimizerError: parameters that cannot be updated.
     """
     model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
-    wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
-    model_groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
+    model_groups = groups_of_model(model_chunks)
     model_groups = model_groups if pg_collection is None else pg_collection.filled_from(model_groups)
-    for wrapper in wrappers:
-        wrapper.engine.parameters.settle()
+    settle(model_chunks)
     builder = _rule_builder(config, config_overrides)
 
     def make_groups(params: Sequence[MainParam]) -> list[dict[str, Any]]:
         return build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
 
-    def choose() -> tuple[bool, list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
-        is_sharded = _shards_state(config, model_chunks)
+    def choose() -> tuple[list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
         params = collect_main_params(model_chunks)
-        _check_precision(config, model_chunks, params)
+        check_model(config, model_chunks, params)
         reasons = builder.choose(params)
-        return is_sharded, params, reasons, builder.groups(reasons, make_groups)
+        return params, reasons, builder.groups(reasons, make_groups)
 
     stages = pipeline_ranks(model_groups, ConfigError)
-    # For what one stage alone raised, the others would wait.
-    is_sharded, params, reasons, groups = stages.on_all(choose)
+    params, reasons, groups = stages.on_all(choose)  # for what one stage alone raised, the others would wait
     of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
     builder.check({name: reason for of_stage in of_stages for name, reason in of_stage.items()})
     rule = builder.build(groups, reasons, model_groups)
-    kind = DistributedOptimizer if is_sharded else MegatronOptimizer
+    return assemble(config, model_chunks, params, rule, model_groups)
+
+
+def groups_of_model(model_chunks: Sequence[nn.Module]) -> ProcessGroupCollection:
+    """Returns the groups of a model: those of its wrappers, or without one of `core.parallel_state`."""
+    plans = [chunk.plan for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    return plans[0].groups.model if plans else groups_in_effect()
+
+
+def settle(model_chunks: Sequence[nn.Module]) -> None:
+    """Frees gathered parameters, so that modules hold those that an optimizer updates."""
+    for chunk in model_chunks:
+        if isinstance(chunk, _BaseDataParallel):
+            chunk.engine.parameters.settle()
+
+
+def assemble(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    params: Sequence[MainParam],
+    rule: UpdateRule,
+    groups: ProcessGroupCollection,
+) -> MegatronOptimizer:
+    """Makes the optimizer of a model that `check_model` has accepted, by the strategy of its wrappers.
+
+    Args:
+        params: what it updates.
+        rule: has their main tensors in its groups.
+        groups: of the model.
+    """
+    wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    kind = DistributedOptimizer if any(wrapper.plan.shards_buffers for wrapper in wrappers) else MegatronOptimizer
     is_exact = any(wrapper.plan.settings.reproducible_across_ranks for wrapper in wrappers)
-    statistics = gradient_statistics(params, model_groups, is_exact=is_exact)
-    return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers, groups=model_groups)
+    statistics = gradient_statistics(params, groups, is_exact=is_exact)
+    return kind(config, params, rule, statistics, build_grad_scaler(config), model_chunks, groups=groups)
 
 
 def gradient_statistics(
@@ -247,8 +180,12 @@ def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) ->
     return RuleBuilder(config, overrides)
 
 
-def _shards_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> bool:
-    """Returns whether each rank updates its share of the wrappers' flat buffers."""
+def check_model(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: Sequence[MainParam]) -> None:
+    """Checks that chunks are sharded by one strategy, as the config says, and in the precision that it says.
+
+    Raises:
+        ConfigError: they are not.
+    """
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
     sharding = [wrapper for wrapper in wrappers if wrapper.plan.shards_buffers]
@@ -264,10 +201,6 @@ def _shards_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) ->
             f"use_distributed_optimizer is {expected} in OptimizerConfig, but data_parallel_sharding_strategy is "
             f"{names} in the config of the model's wrapper, which decides; leave the first at None"
         )
-    return bool(sharding)
-
-
-def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: list[MainParam]) -> None:
     if not config.fp16 and any(getattr(getattr(chunk, "config", None), "fp16", False) for chunk in model_chunks):
         raise ConfigError(
             "the model computes in fp16, but OptimizerConfig has fp16=False, so that no loss scale would keep small "

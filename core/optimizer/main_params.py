@@ -111,6 +111,10 @@ class MainParam:
                 groups.append(mesh.get_group(axis))
         return tuple(groups)
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor that is laid out as the parameter is."""
+        return local_part(whole.detach())
+
     def whole(self, state: Tensor) -> Tensor:
         """Views `state`, in the shape of `main`, as a tensor of the whole model for a checkpoint."""
         return noting_copy(global_view(self.param, state), self.param)

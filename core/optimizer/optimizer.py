@@ -6,10 +6,10 @@ The device decides the outcome of a step, and the host learns it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
 from ..base.module_protocol import unwrap_model
@@ -20,10 +20,12 @@ from ..distributed.step_marks import note_own_optimizer
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler, PendingOutcome, StepOutcome
-from .main_params import MainParam, refresh_parameters, take_gradients
+from .main_params import MainParam, WrittenParams, refresh_parameters, take_gradients
+from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .update_rules import skips_on_device, take_back_step
+from .torch_rule import TorchRule
+from .update_rules import UpdateRule
 
 
 class MegatronOptimizer(OptimizerState):
@@ -51,24 +53,19 @@ class MegatronOptimizer(OptimizerState):
         self,
         config: OptimizerConfig,
         params: Sequence[MainParam],
-        rule: torch.optim.Optimizer,
+        rule: UpdateRule,
         statistics: GradientStatistics,
         grad_scaler: GradScaler | None,
-        wrappers: Sequence[_BaseDataParallel] = (),
+        model_chunks: Sequence[nn.Module] = (),
         *,
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__(config, params, rule, grad_scaler, groups)
-        note_own_optimizer(rule)
+        note_own_optimizer(rule.optimizer, self)
         self._statistics = statistics
-        self._wrappers = wrappers
-        for wrapper in wrappers:
-            wrapper.updated_parameters.update(p.param for p in params)
-        # Parameters whose storage is checked here, because their wrappers' guards do not.
-        checking = [wrapper for wrapper in wrappers if wrapper.engine.places]
-        self._checked_here: Final = [p for p in params if owner_of(p.param) not in checking]
-        # Whether the norm stays in double, instead of being rounded to fp32.
-        self._is_double: Final = bool(params) and all(p.main.dtype == torch.float64 for p in params)
+        self._chunks = model_chunks
+        self._wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+        self._note_params()
         # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
         # it, and so does `_update` if the rule raised.
         self._pending: PendingOutcome | None = None
@@ -77,6 +74,16 @@ class MegatronOptimizer(OptimizerState):
         # Whether a step was started and `finish_step` was not called since. `start_step` sets it, `finish_step` clears
         # it.
         self._has_unfinished_step = False
+
+    def _note_params(self) -> None:
+        """Derives what depends on which parameters are updated: at construction, and when a group is added."""
+        for wrapper in self._wrappers:
+            wrapper.updated_parameters.update(p.param for p in self._params)
+        # Parameters whose storage is checked here, because their wrappers' guards do not.
+        checking = [wrapper for wrapper in self._wrappers if wrapper.engine.places]
+        self._checked_here = [p for p in self._params if owner_of(p.param) not in checking]
+        # Whether the norm stays in double, instead of being rounded to fp32.
+        self._is_double = bool(self._params) and all(p.main.dtype == torch.float64 for p in self._params)
 
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:  # type: ignore[override]
         """Makes one update, or skips it on all ranks, and waits until the device has decided.
@@ -105,6 +112,7 @@ class MegatronOptimizer(OptimizerState):
             return False, None, None
         return outcome.has_update, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
+    @torch.optim.Optimizer.profile_hook_step  # type: ignore[untyped-decorator]  # runs hooks of steps
     @torch.no_grad()
     def start_step(
         self, report: Tensor | None = None, *, on_outcome: Callable[[StepOutcome], None] | None = None
@@ -144,7 +152,7 @@ class MegatronOptimizer(OptimizerState):
         )
         self._on_outcome, self._has_unfinished_step = on_outcome, True
         is_finite = torch.isfinite(norm)
-        if not skips_on_device(self.optimizer) and not self._pending.wait().has_update:
+        if not self.rule.skips_on_device and not self._pending.wait().has_update:
             self._pending.params = ()
             return
 
@@ -184,15 +192,12 @@ class MegatronOptimizer(OptimizerState):
         """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""
         for p, grad in zip(self._params, grads, strict=True):
             p.main.grad = grad
-        rule: Any = self.optimizer  # apex's rules ignore found_inf
-        rule.found_inf = is_finite.logical_not().float()
         try:
-            rule.step()
+            self.rule.update(is_finite)
         except BaseException:
             self._pending = self._on_outcome = None  # there is no update to conclude
             raise
         finally:
-            rule.found_inf = None
             for p in self._params:  # else the gradient's memory would outlive the model's own reference to it
                 p.main.grad = None
 
@@ -217,7 +222,7 @@ class MegatronOptimizer(OptimizerState):
         if self.grad_scaler is not None:
             self.grad_scaler.update(not outcome.has_update)
         if not outcome.has_update:
-            take_back_step(self.optimizer, pending.params)
+            self.rule.take_back(pending.params)
             for wrapper in self._wrappers:
                 wrapper.step.undo_unscaled()
         elif self.average is not None:
@@ -230,6 +235,32 @@ class MegatronOptimizer(OptimizerState):
         """Copies updated or loaded values into the model's parameters."""
         refresh_parameters(self._params)
         self._written_params.note_agreement()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters that this optimizer does not update yet, as torch's method does.
+
+        They were trainable when the model was wrapped. Every rank of the model calls it.
+
+        Raises:
+            OptimizerError: parameters of another model, or the optimizer is one of `get_megatron_optimizer`, which
+                updates all.
+        """
+        self.finish_step()
+        if not isinstance(self.rule, TorchRule):
+            raise OptimizerError(
+                "add_param_group was called for an optimizer that updates every parameter already; name them in the "
+                "config_overrides of get_megatron_optimizer, or build an optimizer of torch for shard_optimizer"
+            )
+        if self.average is not None:
+            raise OptimizerError("add_param_group was called after AveragedWeights was built; add the group before")
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        added = find_main_params(type(self.optimizer).__name__, given, self._chunks)
+        self.rule.add_group({**param_group, "params": given}, added)
+        self._params = [*self._params, *added.values()]
+        self._written_params = WrittenParams(self._params)
+        self._statistics = self._statistics.over(self._params)
+        self._note_params()
 
     @torch.no_grad()
     def exchange_main_tensors(self, others: Sequence[Tensor]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,25 +21,51 @@ from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .param_groups import groups_to_json, load_groups, saved_settings
-from .update_rules import SkippableRule, ensure_state, get_step_count, set_step_count, state_names
+from .update_rules import Numbers, UpdateRule
 
 
-def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def scalars_of(
+    numbers: Mapping[str, Numbers | None], grad_scaler: dict[str, Any], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Returns the scalars of an optimizer's state as checkpoints hold them.
 
     Args:
-        counts: step counts by parameter name; most are equal.
+        numbers: of each parameter by name; most are equal. None is a parameter without state.
         grad_scaler: state of the loss scale, empty if there is none.
         groups: `groups_to_json` of the groups.
     """
-    step = Counter(counts.values()).most_common(1)[0][0]
-    step_of = {name: count for name, count in counts.items() if count != step}
+    kept = {name: of_param for name, of_param in numbers.items() if of_param is not None}
+    others = {kind: _by_most({n: of[kind] for n, of in kept.items() if kind in of}) for kind in _kinds(kept.values())}
+    step, step_of = others.pop("step", (0, {}))
+    scalars = {"step": step, "step_of": step_of}
+    if len(kept) < len(numbers):
+        scalars["without_state"] = sorted(numbers.keys() - kept)
+    if others:
+        scalars["numbers"] = {kind: {"most": most, "of": of} for kind, (most, of) in others.items()}
     names_of: dict[str, set[str]] = {}  # by settings, in an order that no cut of the model changes
     for group in groups:
         settings = json.dumps({key: value for key, value in group.items() if key != "params"}, sort_keys=True)
         names_of.setdefault(settings, set()).update(group["params"])
     merged = [{**json.loads(key), "params": sorted(names)} for key, names in sorted(names_of.items()) if names]
-    return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler, "groups": merged}
+    return scalars | {"grad_scaler": grad_scaler, "groups": merged}
+
+
+def _kinds(of_params: Iterable[Numbers]) -> list[str]:
+    return sorted({kind for of_param in of_params for kind in of_param})
+
+
+def _by_most(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Returns the value that most parameters have, and those of the others."""
+    ((most, _),) = Counter(values.values()).most_common(1)
+    return most, {name: value for name, value in values.items() if value != most}
+
+
+def numbers_in(scalars: Mapping[str, Any], name: str) -> Numbers | None:
+    """Returns the numbers of a parameter in `scalars_of`."""
+    if name in scalars.get("without_state", ()):
+        return None
+    others = {kind: of["of"].get(name, of["most"]) for kind, of in scalars.get("numbers", {}).items()}
+    return {"step": scalars["step_of"].get(name, scalars["step"]), **others}
 
 
 class Average(Protocol):
@@ -63,12 +89,12 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         self,
         config: OptimizerConfig,
         params: Sequence[MainParam],
-        rule: torch.optim.Optimizer,
+        rule: UpdateRule,
         grad_scaler: GradScaler | None,
         groups: ProcessGroupCollection,
     ) -> None:
         self.config = config
-        self.optimizer = rule
+        self.rule, self.optimizer = rule, rule.optimizer
         self.grad_scaler = grad_scaler
         self._params, self._model_groups = params, groups
         # Detects writes to parameters in low precision by other code. Updates, loads and `reload_model_params` report
@@ -79,6 +105,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         # Whether a checkpoint has filled tensors of the state, and the rest of it is still of another moment. A load
         # sets it, `load_state_scalars` clears it.
         self._is_half_loaded = False
+        for moment in ("step", "state_dict", "load_state_dict"):  # where torch's methods register hooks
+            vars(self).update({f"_optimizer_{moment}_{when}_hooks": OrderedDict() for when in ("pre", "post")})
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -111,15 +139,6 @@ class OptimizerState(torch.optim.Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)  # torch's would replace `step` of the class
-
-    _NOT_TORCHS = "its groups, hooks and state are those of the update rule, optimizer.optimizer"
-    add_param_group = absent_method("add_param_group", f"{_NOT_TORCHS}; build it when the model is complete")
-    register_step_pre_hook = absent_method("register_step_pre_hook", _NOT_TORCHS)
-    register_step_post_hook = absent_method("register_step_post_hook", _NOT_TORCHS)
-    register_state_dict_pre_hook = absent_method("register_state_dict_pre_hook", _NOT_TORCHS)
-    register_state_dict_post_hook = absent_method("register_state_dict_post_hook", _NOT_TORCHS)
-    register_load_state_dict_pre_hook = absent_method("register_load_state_dict_pre_hook", _NOT_TORCHS)
-    register_load_state_dict_post_hook = absent_method("register_load_state_dict_post_hook", _NOT_TORCHS)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -161,13 +180,10 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """
         self.finish_step()
         self._written_params.refresh_masters()
-        if isinstance(self.optimizer, SkippableRule):
-            self.optimizer.share_state()
+        self.rule.share_state()
         tensors: dict[str, Tensor] = {}
         for p in self._params:
-            kinds = state_names(self.optimizer, self.config, p.main)
-            state = ensure_state(self.optimizer, p.main, kinds)
-            tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in kinds}
+            tensors |= {f"{kind}.{p.name}": p.whole(state) for kind, state in self.rule.state_of(p.main).items()}
             if p.is_low_precision:
                 tensors[f"master.{p.name}"] = p.whole(p.main)
         tensors |= self.average.state_tensors() if self.average is not None else {}
@@ -201,12 +217,12 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             CheckpointError: a group has a setting that JSON does not hold.
         """
         self.finish_step()
-        counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
+        numbers = {p.name: self.rule.numbers_of(p.main) for p in self._params}
         groups = groups_to_json(self.param_groups, self._names_of_mains())
-        of_stages = pipeline_ranks(self._model_groups).all_gather((counts, groups))
-        counts = {name: count for of_stage, _ in of_stages for name, count in of_stage.items()}
+        of_stages = pipeline_ranks(self._model_groups).all_gather((numbers, groups))
+        numbers = {name: of_param for of_stage, _ in of_stages for name, of_param in of_stage.items()}
         groups = [group for _, of_stage in of_stages for group in of_stage]
-        scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
+        scalars = scalars_of(numbers, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
         return scalars | ({"num_averaged": self.average.num_averaged} if self.average is not None else {})
 
     def _names_of_mains(self) -> dict[Tensor, str]:
@@ -244,7 +260,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         self.finish_step()
         load_groups(self.param_groups, self.check_state_scalars(scalars, with_groups=with_groups))
         for p in self._params:
-            set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
+            self.rule.set_numbers(p.main, numbers_in(scalars, p.name))
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         if self.average is not None:
@@ -255,14 +271,19 @@ class OptimizerState(torch.optim.Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's part of each of `state_tensors`, which shares the optimizer's memory, and the scalars.
 
-        Only the same rank and cut can load it. All ranks call it.
+        Only the same rank and cut can load it. All ranks call it. Runs torch's hooks.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         tensors = {name: local_tensor(tensor) for name, tensor in self.state_tensors().items()}
-        return {"cut": self._cut(), "tensors": tensors, "scalars": self.state_scalars()}
+        state = {"cut": self._cut(), "tensors": tensors, "scalars": self.state_scalars()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from :meth:`state_dict`, and writes masters into the model's parameters.
+        """Continues from :meth:`state_dict`, and writes masters into the model's parameters. Runs torch's hooks.
 
         Every rank that shares an update must call it.
 
@@ -271,12 +292,16 @@ class OptimizerState(torch.optim.Optimizer, ABC):
                 of these ranks; or what `state_dict` has not returned.
         """
         self.finish_step()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         self._check_cut(state_dict)
         scalars = state_dict["scalars"]
         self.check_state_scalars(scalars)
         for name, tensor in self.state_tensors().items():
             local_tensor(tensor).copy_(state_dict["tensors"][name])
         self.load_state_scalars(scalars)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def _cut(self) -> dict[str, Any]:
         """Returns by parameter name the kind of the updated tensor, and the offsets and shapes of this rank's part."""

@@ -196,7 +196,7 @@ def build_param_groups(
     ]
 
 
-_OF_CONFIG = ("params", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config")
+_OF_CONFIG = ("params", "param_names", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config")
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")
 """What groups have from their construction, by which schedules compute, and torch's choices of kernels. A run that
 continues has its own."""

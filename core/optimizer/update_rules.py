@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..base.device import current_device
-from ..base.errors import ConfigError, apex_module
+from ..base.errors import ConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
@@ -34,12 +33,46 @@ VECTOR_ELEMENTS = 16
 """At least the elements of a CPU's widest vector register, and what the kernels' threads split by (64 bytes)."""
 
 
+Numbers = Mapping[str, float]
+"""What a rule keeps of one parameter besides tensors, such as the count of its steps, ``step``."""
+
+
+class UpdateRule(Protocol):
+    """What `MegatronOptimizer` makes updates with. Main tensors are in the groups of `optimizer`."""
+
+    optimizer: torch.optim.Optimizer
+    """Has groups, state, and torch's hooks."""
+
+    skips_on_device: bool
+    """Whether the device decides if an update is made, so that the host need not wait before it."""
+
+    def update(self, is_finite: Tensor) -> None:
+        """Updates every main tensor that has a gradient, unless `is_finite`, a 0-dim bool on the device, is False."""
+
+    def take_back(self, mains: Iterable[Tensor]) -> None:
+        """Lowers the step counts of main tensors by one, after the device has skipped the step."""
+
+    def share_state(self) -> None:
+        """Makes the state that of this rank's parts. All ranks call it before it is read or loaded."""
+
+    def state_of(self, main: Tensor) -> Mapping[str, Tensor]:
+        """Returns the state of a main tensor by kind, each in its shape. Zeros to load into where there is none."""
+
+    def numbers_of(self, main: Tensor) -> Numbers | None:
+        """Returns the rest of its state. None where it has none, and zeros would not be the same."""
+
+    def set_numbers(self, main: Tensor, numbers: Numbers | None) -> None:
+        """Continues from `numbers`, once the tensors of `state_of` are filled."""
+
+
 class SkippableRule(torch.optim.Optimizer):
     """An update that the device can skip without the host: its kernels write nothing if `found_inf` is 1."""
 
+    skips_on_device = True
+
     found_inf: Tensor | None = None
-    """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer._update` sets
-    it before `step` and clears it after."""
+    """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `update` sets it before `step` and
+    clears it after."""
 
     state_names: tuple[str, ...] = ()
     """Names of the state tensors of each parameter."""
@@ -47,12 +80,44 @@ class SkippableRule(torch.optim.Optimizer):
     table: str = ""
     """What updates each parameter, as text for a log. Empty if all have one rule."""
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The rule itself."""
+        return self
+
+    def update(self, is_finite: Tensor) -> None:
+        """Updates every parameter that has a gradient, unless `is_finite` is False."""
+        self.found_inf = is_finite.logical_not().float()
+        try:
+            self.step()
+        finally:
+            self.found_inf = None
+
+    def take_back(self, mains: Iterable[Tensor]) -> None:
+        """Lowers the step counts of `mains` by one, after the device has skipped the step."""
+        for main in mains:
+            self.state[main]["step"] -= 1
+
     def state_names_of(self, param: Tensor) -> tuple[str, ...]:
         """Returns the names of the state tensors of one parameter."""
         return self.state_names
 
     def share_state(self) -> None:
         """Makes `state` have the tensors of this rank's parts. All ranks call it before it is read or loaded."""
+
+    def state_of(self, main: Tensor) -> dict[str, Tensor]:
+        """Returns the state tensors of a parameter by name, created as zeros where they are absent."""
+        names = self.state_names_of(main)
+        state = ensure_state(self, main, names)
+        return {name: state[name] for name in names}
+
+    def numbers_of(self, main: Tensor) -> Numbers:
+        """Returns the count of a parameter's steps."""
+        return {"step": self.state[main].get("step", 0)}
+
+    def set_numbers(self, main: Tensor, numbers: Numbers | None) -> None:
+        """Makes the next step of a parameter its ``step + 1``-th."""
+        self.state[main]["step"] = 0 if numbers is None else int(numbers["step"])
 
 
 class AdamW(SkippableRule):
@@ -160,32 +225,17 @@ class RuleBuilder:
 
     def build(
         self, groups: list[dict[str, Any]], reasons: Mapping[MainParam, str], model_groups: ProcessGroupCollection
-    ) -> torch.optim.Optimizer:
+    ) -> SkippableRule:
         """Builds the rule over `groups` of main tensors."""
-        device = next((p.main.device for p in reasons), current_device())  # a stage may be frozen
-        return build_update_rule(self.config, groups, device.type)
+        return build_update_rule(self.config, groups)
 
 
-def build_update_rule(
-    config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
-) -> torch.optim.Optimizer:
-    """Builds AdamW or SGD over `groups` of main tensors. On CUDA it is apex's if the environment asks for that."""
+def build_update_rule(config: OptimizerConfig, groups: list[dict[str, Any]]) -> SkippableRule:
+    """Builds AdamW or SGD over `groups` of main tensors."""
     rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
     if config.optimizer == "sgd":
-        sgd: Any = SGD if apex is None else apex.FusedSGD
-        return sgd(groups, momentum=config.sgd_momentum, **rates)  # type: ignore[no-any-return]
-    adam: Any = AdamW if apex is None else apex.FusedAdam  # AdamW by default, both
-    return adam(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)  # type: ignore[no-any-return]
-
-
-def state_names(rule: torch.optim.Optimizer, config: OptimizerConfig, param: Tensor) -> tuple[str, ...]:
-    """Returns the names of the state tensors that the update keeps for a parameter."""
-    if isinstance(rule, SkippableRule):
-        return rule.state_names_of(param)
-    if config.optimizer == "adam":
-        return ADAM_STATE
-    return ("momentum_buffer",) if config.sgd_momentum else ()
+        return SGD(groups, momentum=config.sgd_momentum, **rates)
+    return AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)
 
 
 def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
@@ -195,36 +245,6 @@ def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, .
         if name not in state:
             state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
     return state
-
-
-def get_step_count(rule: torch.optim.Optimizer, param: Tensor) -> int:
-    """Returns how often `param` was updated. apex counts the steps of a whole group."""
-    if isinstance(rule, SkippableRule):
-        return int(rule.state[param].get("step", 0))
-    return int(_group_of(rule, param).get("step", 0))
-
-
-def set_step_count(rule: torch.optim.Optimizer, param: Tensor, count: int) -> None:
-    """Makes the next step of `param` its `count + 1`-th."""
-    if isinstance(rule, SkippableRule):
-        rule.state[param]["step"] = count
-    else:
-        _group_of(rule, param)["step"] = count
-
-
-def skips_on_device(rule: torch.optim.Optimizer) -> bool:
-    """Returns whether `found_inf` makes the rule skip. apex's kernels do not read it."""
-    return isinstance(rule, SkippableRule)
-
-
-def take_back_step(rule: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
-    """Lowers the step counts of `params` by one, after the device has skipped the step."""
-    for p in params:
-        rule.state[p]["step"] -= 1
-
-
-def _group_of(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
-    return next(group for group in rule.param_groups if any(p is param for p in group["params"]))
 
 
 def count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:

@@ -1,0 +1,140 @@
+"""The parameters that an optimizer updates on this rank: parts of a wrapped model's, or a plain model's whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..base.errors import OptimizerError
+from ..base.module_protocol import unwrap_model
+from ..base.parameters import elements_of
+from ..dist_checkpointing.global_view import flat_range_view, noting_copy
+from ..distributed import _BaseDataParallel
+from ..distributed.engine.engine import owner_of
+from ..distributed.flat.flat_engine import FlatEngine
+from ..distributed.groups import kind_of
+from ..distributed.plan.parts import ParamPlan
+from ..distributed.step_marks import reject_replaced
+from .main_params import MainParam
+
+
+@dataclass(eq=False)
+class MainRange(MainParam):
+    """The run of a parameter's elements that the plan gives this rank to update. May be empty."""
+
+    engine: FlatEngine = field(repr=False)
+    """The engine whose buffers hold the parameter, and which reduces its gradient."""
+
+    start: int
+    end: int
+    """The run: elements ``[start, end)`` of the flattened parameter."""
+
+    _run: Tensor = field(init=False, repr=False)
+    """A view of the run in the wrapper's buffer, which owns the memory. Set once. Valid while the parameter is in the
+    buffer, which `check_storage` checks."""
+
+    def __post_init__(self) -> None:
+        self._run = elements_of(self.param, self.start, self.end)
+        super().__post_init__()
+
+    def local(self) -> Tensor:
+        return self._run
+
+    def local_gradient(self) -> Tensor | None:
+        return self.engine.gradients.of(self.param)
+
+    def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        plan = self.engine.plan.over_ranks_of(kind_of(self.param))
+        return (plan.groups.shard,) if plan.num_shards > 1 else ()
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        return whole.detach().reshape(-1)[self.start : self.end]
+
+    def whole(self, state: Tensor) -> Tensor:
+        return noting_copy(flat_range_view(self.param, state, self.start), self.param)
+
+
+def collect_main_params(
+    model_chunks: Sequence[nn.Module], *, has_master: bool = True, only: Container[nn.Parameter] | None = None
+) -> list[MainParam]:
+    """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
+
+    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. A wrapper
+    that shards buffers gives this rank's run of each parameter.
+
+    Args:
+        only: the parameters to return; None means all.
+
+    Raises:
+        OptimizerError: a parameter that is in no buffers of its wrapper, or whose wrapper is none of the chunks.
+    """
+    main_params: list[MainParam] = []
+    identities: set[int] = set()
+    names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
+    for index, chunk in enumerate(model_chunks):
+        model = unwrap_model(chunk)
+        planned = chunk.plan.trained_params if isinstance(chunk, _BaseDataParallel) else {}
+        prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
+        for name, param in model.named_parameters():
+            if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
+                continue
+            if only is not None and param not in only:
+                continue
+            identities.add(id(param))
+            owner, _, attribute = name.rpartition(".")
+            place = prefix + name, param, model.get_submodule(owner), attribute
+            run = _planned_run(chunk, planned.get(name), param, name)
+            main_params.append(
+                MainParam(*place, has_master=has_master)
+                if run is None
+                else MainRange(*place, *run, has_master=has_master)
+            )
+    return main_params
+
+
+def _planned_run(
+    chunk: nn.Module, planned: ParamPlan | None, param: nn.Parameter, name: str
+) -> tuple[FlatEngine, int, int] | None:
+    """Returns the engine and the bounds of a `MainRange`, or None where the rank updates all that it holds."""
+    wrapper = owner_of(param)
+    if isinstance(chunk, _BaseDataParallel) and chunk.plan.shards_buffers and isinstance(chunk.engine, FlatEngine):
+        if wrapper is not chunk or planned is None or not param.is_contiguous():
+            raise OptimizerError(
+                f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
+                "wrapping; wrap the model when it is complete"
+            )
+        index = chunk.plan.over_ranks_of(kind_of(param)).shard_index
+        start, end = planned.bounds[index : index + 2]
+        return chunk.engine, start, end
+    if wrapper is not None and wrapper.plan.shards_buffers:
+        raise OptimizerError(
+            f"parameter {name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer was "
+            "not given that wrapper; give it what wrap_model returned"
+        )
+    return None
+
+
+def find_main_params(
+    optimizer: str, params: Sequence[nn.Parameter], model_chunks: Sequence[nn.Module]
+) -> dict[nn.Parameter, MainParam]:
+    """Returns the `MainParam` of each trainable parameter among `params`, which an optimizer was built with.
+
+    Args:
+        optimizer: its name, for messages.
+
+    Raises:
+        OptimizerError: a parameter is not one of the chunks', or wrapping has replaced it.
+    """
+    for param in params:
+        reject_replaced(optimizer, param)
+    found = {p.param: p for p in collect_main_params(model_chunks, only=set(params))}
+    if strangers := [param for param in params if param.requires_grad and param not in found]:
+        raise OptimizerError(
+            f"{optimizer} was built for another model: {len(strangers)} of its {len(params)} parameters, the first in "
+            f"the shape {list(strangers[0].shape)}, are not this one's; build it from the parameters of what "
+            "wrap_model returned"
+        )
+    return found
