@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
 from ..base.module_protocol import unwrap_model
-from ..distributed import _BaseDataParallel
+from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.engine.engine import owner_of
 from ..distributed.step import Phase
 from ..distributed.step_marks import note_own_optimizer
@@ -132,6 +132,8 @@ class MegatronOptimizer(OptimizerState):
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
         self._conclude()
+        if isinstance(self.rule, TorchRule):
+            self._reduce_gradients()
 
         # Gather and check.
         self._check_may_step()
@@ -172,6 +174,16 @@ class MegatronOptimizer(OptimizerState):
             wrapper.engine.updated()
             if self.grad_scaler is not None:
                 wrapper.step.enter(Phase.UNSCALED)
+
+    def _reduce_gradients(self) -> None:
+        """Calls `finalize_model_grads` where the loop has not: with a torch optimizer a step follows the backward.
+
+        Losses that are divided by a number of tokens are the loop's: `finalize_model_grads` has to learn the number.
+        """
+        phases = (Phase.ACCUMULATING, Phase.REDUCED)
+        chunks = [w for w in self._wrappers if w.step.phase in phases and not w.plan.sums_gradients]
+        if chunks:
+            finalize_model_grads(chunks)
 
     def _check_may_step(self) -> None:
         self.check_whole()
