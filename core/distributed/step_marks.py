@@ -187,8 +187,7 @@ def current_parameter(optimizer: str, parameter: nn.Parameter) -> nn.Parameter:
         OptimizerError: it is what a parameter is gathered into.
     """
     mark = mark_of(parameter)
-    module = mark.module() if isinstance(mark, _Untrained) and mark.module is not None else None
-    if module is not None:
+    if isinstance(mark, _Untrained) and mark.module is not None and (module := mark.module()) is not None:
         return module.get_parameter(mark.name)
     reject_replaced(optimizer, parameter)
     return parameter
