@@ -5,7 +5,7 @@ from .format.folders import Retention, checkpoint_directory, latest_checkpoint
 from .global_view import FlatRange, flat_range_view, global_shape, global_view, local_slices, local_tensor
 from .loading import load, load_metadata, verify
 from .model_state import ShardedStateDict, load_model_state_dict, model_state_dict
-from .run_state import RunState, load_training, save_training
+from .run_state import RunState, load_training, load_weights, save_training
 from .saving import AsyncSaver, save
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "load_metadata",
     "load_model_state_dict",
     "load_training",
+    "load_weights",
     "local_slices",
     "local_tensor",
     "model_state_dict",

@@ -39,7 +39,7 @@ def load(
     verify: bool = True,
     cast: bool = False,
     report: Callable[[str], None] | None = None,
-    optional: str | None = None,
+    optional: str | tuple[str, ...] = (),
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills the tensors of `sharded_state_dict` in place from a checkpoint that any layout and world size wrote.
@@ -55,7 +55,7 @@ def load(
         verify: if False, compare only tensors that are assembled from other pieces than they were saved in.
         cast: also fill floating tensors of another dtype than the checkpoint's, through a tensor of that dtype; all
             such tensors are held twice until they are loaded.
-        optional: names of the checkpoint with this prefix need not be given, even if `strict`.
+        optional: names of the checkpoint with one of these prefixes need not be given, even if `strict`.
         report: called once on every rank with a line that names the tensors compared with hashes, and the time.
 
     Returns:
@@ -238,7 +238,7 @@ def _of_stored_dtype(tensor: Tensor, index: CheckpointIndex, name: str) -> Tenso
 
 
 def _problems(
-    state: Mapping[str, Tensor], index: CheckpointIndex, strict: bool, optional: str | None, ranks: Ranks
+    state: Mapping[str, Tensor], index: CheckpointIndex, strict: bool, optional: str | tuple[str, ...], ranks: Ranks
 ) -> list[str]:
     """Returns what keeps tensors of all ranks from being loaded, the same on each. Collective."""
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
@@ -247,7 +247,7 @@ def _problems(
     answers = ranks.all_gather(own)
     problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))
     for name in sorted(set.intersection(*(names for _, names, _ in answers))):
-        if optional is None or not name.startswith(optional):
+        if not name.startswith(optional):
             problems.append(f"not asked for, but in the checkpoint: {name}")
     if not problems and all(nothing for _, _, nothing in answers):
         problems.append(f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint")

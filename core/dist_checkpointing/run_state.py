@@ -10,7 +10,7 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from .format.json_values import decode, encode
 from .format.reader import FINITE, read_index
 from .good_checkpoints import advice, another_offered, find_checkpoint
 from .loading import load
-from .model_state import model_state_dict, named_for_checkpoint
+from .model_state import MODEL, model_state_dict, named_for_checkpoint
 from .saving import AsyncSaver, all_finite, save
 
 
@@ -297,6 +297,36 @@ def load_training(
             stacklevel=2,
         )
     return saved["step"], decode(saved[_EXTRA], kept.__getitem__)
+
+
+def load_weights(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    name: str = "",
+    verify: bool = True,
+    report: Callable[[str], None] | None = None,
+) -> None:
+    """Fills a model's parameters and buffers from the checkpoint of a training, and leaves the rest. Collective.
+
+    Args:
+        folder: of the run, whose latest checkpoint is loaded, or one checkpoint.
+        model: plain in one process, or wrapped.
+        name: of the model, where `save_training` was given several.
+        verify, report: as in `core.dist_checkpointing.load`.
+
+    Raises:
+        CheckpointError: on all ranks. There is none, it is of another model, or damaged; then another one is named.
+    """
+    ranks, prefix = Ranks(), f"{name}." if name else ""
+    found = ranks.from_first(lambda: find_checkpoint(Path(folder)))
+    settle_parameters(model)
+    weights = named_for_checkpoint(model_state_dict(unwrap_model(model)), {})
+    with another_offered(found, ranks):
+        index = ranks.from_first(lambda: read_index(existing_folder(found)))
+        others = tuple(other for other in index.tensors if not other.startswith(prefix + MODEL))
+        tensors = {prefix + key: tensor for key, tensor in weights.items()}
+        load(tensors, found, verify=verify, cast=True, report=report, optional=others)
 
 
 _EXTRA = "extra"

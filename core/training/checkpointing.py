@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .. import dist_checkpointing
 from ..base.errors import CheckpointError, ShardstackError
@@ -28,7 +26,7 @@ from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.good_checkpoints import advice, another_offered, find_checkpoint, is_checkpoint, newest_good
 from ..dist_checkpointing.loading import held_hashes
-from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
+from ..dist_checkpointing.model_state import MODEL
 from ..dist_checkpointing.run_state import RunState
 from ..dist_checkpointing.saving import all_finite
 from ..tokenizers import Tokenizer
@@ -134,26 +132,6 @@ def load_checkpoint(
     if same_ranks:
         set_packed_rng_state(rng)
     return lines[0]
-
-
-def load_weights(
-    model: nn.Module, folder: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
-) -> None:
-    """Fills only a model's parameters from a checkpoint of any layout.
-
-    Args:
-        verify, report: as in :func:`core.dist_checkpointing.load`.
-
-    Raises:
-        CheckpointError: it is of another model, or damaged; then the newest older good one is named.
-    """
-    tensors = named_for_checkpoint(dist_checkpointing.model_state_dict(model), {})
-    names_there, own = dist_checkpointing.load_metadata(folder)["model_tensors"], _of_all_stages(list(tensors))
-    if own != names_there:
-        differing = sorted(set(names_there) ^ set(own))
-        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
-    with another_offered(folder, Ranks()):
-        dist_checkpointing.load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
 
 
 def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:

@@ -12,12 +12,12 @@ import torch
 from core.base.device import current_device
 from core.base.errors import CheckpointError, DataError
 from core.base.files import brief
-from core.dist_checkpointing import load_metadata
+from core.dist_checkpointing import load_metadata, load_weights
 from core.dist_checkpointing.format.folders import existing_folder
 from core.dist_checkpointing.format.reader import read_index
 from core.models.gpt import GPTModel
 from core.tokenizers import Tokenizer, load_tokenizer
-from core.training.checkpointing import TOKENIZER_FILE, load_weights
+from core.training.checkpointing import TOKENIZER_FILE
 from core.training.config import PretrainConfig
 from core.training.state import build_gpt, check_is_run
 from core.transformer.lora import add_lora, merge_lora
@@ -48,7 +48,7 @@ def load_run_model(
 
     _check_description(checkpoint, config, build)
     model = build()
-    load_weights(model, checkpoint, verify=verify, report=report)
+    load_weights(checkpoint, model, verify=verify, report=report)
     merge_lora(model)
     if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
         model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)

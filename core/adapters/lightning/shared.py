@@ -280,11 +280,11 @@ def _checked_index(folder: Path, with_optimizer: bool) -> CheckpointIndex:
     if "lightning" not in metadata or not isinstance(metadata.get("model_tensors"), list):
         raise CheckpointError(
             f"{folder} is no checkpoint of a Lightning strategy; load its weights with "
-            "core.training.checkpointing.load_weights"
+            "core.dist_checkpointing.load_weights"
         )
     if with_optimizer and "optimizer" not in metadata:
         raise CheckpointError(
             f"{folder} holds weights alone (save_weights_only), so that no training continues from it; load its "
-            "weights with core.training.checkpointing.load_weights, and fit without ckpt_path"
+            "weights with core.dist_checkpointing.load_weights, and fit without ckpt_path"
         )
     return index
