@@ -139,6 +139,9 @@ _NOT_REDUCED = (
     "core.distributed.finalize_model_grads([model]) after the last backward and before the step, or build "
     "DistributedDataParallel with finish_in_backward=True, where each backward reduces them"
 )
+_ZEROED = _NOT_REDUCED + (
+    "; of several optimizers of a model step all before zero_grad of one, which zeroes the gradients of the model"
+)
 _TO_SCALE = "{call} was called while gradients are {phase}; call finish_grad_sync first"
 _TWICE = (
     "{call} was called twice for one step; call it once after the last backward, and zero_grad_buffer before the next "
@@ -153,6 +156,6 @@ _REFUSALS: dict[Call, dict[Phase, str]] = {
     Call.REDUCE: _INVALID,
     Call.SCALE: {phase: _TO_SCALE for phase in Phase if phase not in (Phase.REDUCED, Phase.FINALIZED)},
     Call.FINALIZE: {Phase.FINALIZED: _TWICE, Phase.UNSCALED: _TWICE},
-    Call.STEP: _INVALID | {Phase.UNSCALED: _STEP_TWICE, Phase.ZEROED: _NOT_REDUCED, Phase.ACCUMULATING: _NOT_REDUCED},
+    Call.STEP: _INVALID | {Phase.UNSCALED: _STEP_TWICE, Phase.ZEROED: _ZEROED, Phase.ACCUMULATING: _NOT_REDUCED},
 }
 """What a call raises in a phase in which it would compute something else than the step's gradients."""
