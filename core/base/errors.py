@@ -23,7 +23,6 @@ OutOfStepError and MemoryLimitError, which occur only in a run.
 import functools
 import importlib
 import math
-import os
 import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,40 +125,6 @@ def import_extra(module: str, extra: str, purpose: str) -> typing.Any:
 def warn_once(message: str, *, stacklevel: int = 3) -> None:
     """Warns at the first call with this message. `stacklevel` is that of `warnings.warn`."""
     warnings.warn(message, stacklevel=stacklevel)
-
-
-def apex_module(name: str, kernels: str, *functions: str) -> typing.Any | None:
-    """Returns a module of NVIDIA apex where ``SHARDSTACK_APEX=1`` asks for its optimizers and norms, else None.
-
-    Its kernels round otherwise than torch's, and count steps by group and not by parameter, so that a run must not
-    begin to use them because a machine has them.
-
-    Args:
-        name: of the module, for example ``apex.optimizers``.
-        kernels: its compiled part, without which its functions exist but cannot be called.
-        functions: what it has to have. PyPI's `apex` is another project.
-
-    Raises:
-        ConfigError: it is asked for, and not there.
-    """
-    setting = os.environ.get("SHARDSTACK_APEX", "0")
-    if setting not in ("0", "1"):
-        raise ConfigError(f"SHARDSTACK_APEX is {setting!r}; it takes 1 or 0")
-    if setting == "0":
-        return None
-    try:
-        importlib.import_module(kernels)
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"SHARDSTACK_APEX is 1, but {error}; build apex with its kernels, or unset it") from None
-    missing = [function for function in functions if not hasattr(module, function)]
-    if missing:
-        raise ConfigError(
-            f"SHARDSTACK_APEX is 1, but {name} has no {', '.join(missing)}; install NVIDIA's apex (PyPI's is another "
-            "project), or unset it"
-        )
-    warn_once(f"SHARDSTACK_APEX: {name} in place of torch's kernels; its results are rounded otherwise")
-    return module
 
 
 def out_of_range(

@@ -194,5 +194,8 @@ def _without_values() -> frozenset[Any]:
     setters = {descriptor.__set__ for descriptor in descriptors} | {descriptors[0].__delete__}
     methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
     others = {Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.is_contiguous, Tensor.__len__}
+    # Constructors of optimizers call these.
+    others |= {torch.is_complex, torch.is_floating_point, torch.zeros_like, torch.ones_like, torch.full_like}
+    others |= {torch.empty_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty}
     hooks = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
     return frozenset(getters | setters | methods | others | hooks)

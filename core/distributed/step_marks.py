@@ -129,8 +129,10 @@ class _Untrained(StepMark):
     reshards.
     """
 
-    def __init__(self, name: str, *, is_replaced: bool) -> None:
-        self.name, self.is_replaced = name, is_replaced
+    def __init__(self, name: str, module: nn.Module | None) -> None:
+        self.name = name
+        # The module that has the replacement; None where FSDP2 gathers. A reference to a tensor would bar swaps of it.
+        self.module = module if module is None else weakref.ref(module)
 
     def refuse_use(self) -> NoReturn:
         raise UnitError(
@@ -139,7 +141,7 @@ class _Untrained(StepMark):
         )
 
     def refuse(self, optimizer: str) -> None:
-        if self.is_replaced:
+        if self.module is not None:
             raise OptimizerError(
                 f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
                 "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
@@ -161,7 +163,7 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
     for name, reference in before.items():
         old = reference()
         if old is not None and id(old) not in after:
-            mark = _Untrained(name, is_replaced=True)
+            mark = _Untrained(name, module)
             set_mark(old, mark)
             if can_be_pending(old):
                 make_pending([old], mark.refuse_use)
@@ -178,6 +180,20 @@ def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
         mark.refuse(optimizer)
 
 
+def current_parameter(optimizer: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Returns the parameter of the wrapped model that has replaced one of the plain model, or else the same one.
+
+    Raises:
+        OptimizerError: it is what a parameter is gathered into.
+    """
+    mark = mark_of(parameter)
+    module = mark.module() if isinstance(mark, _Untrained) and mark.module is not None else None
+    if module is not None:
+        return module.get_parameter(mark.name)
+    reject_replaced(optimizer, parameter)
+    return parameter
+
+
 def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
     """Marks the tensor that FSDP2 gathers a parameter into."""
-    set_mark(parameter, _Untrained(name, is_replaced=False))
+    set_mark(parameter, _Untrained(name, None))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ..base.dtypes import LOW_PRECISION
@@ -35,7 +35,7 @@ class MainParam:
     is an fp32 master copy, from which the parameter is refreshed after each step.
 
     This rank's part is the whole of a plain parameter, or the local shard of a DTensor. In the distributed optimizer
-    it is a run of elements of a whole parameter (:class:`~core.optimizer.distrib_optimizer.MainRange`).
+    it is a run of elements of a whole parameter (:class:`~core.optimizer.main_ranges.MainRange`).
     """
 
     name: str
@@ -112,7 +112,9 @@ class MainParam:
         return tuple(groups)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """Returns this rank's part of a tensor that is laid out as the parameter is."""
+        """Returns this rank's part of a whole tensor in the shape of the parameter, or of a DTensor cut as it is."""
+        if isinstance(self.param, DTensor) and not isinstance(whole, DTensor):  # without a source rank nothing is sent
+            whole = distribute_tensor(whole, self.param.device_mesh, self.param.placements, src_data_rank=None)
         return local_part(whole.detach())
 
     def whole(self, state: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..distributed.engine.engine import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
 from ..distributed.plan.parts import ParamPlan
-from ..distributed.step_marks import reject_replaced
+from ..distributed.step_marks import current_parameter
 from .main_params import MainParam
 
 
@@ -120,21 +120,20 @@ def _planned_run(
 def find_main_params(
     optimizer: str, params: Sequence[nn.Parameter], model_chunks: Sequence[nn.Module]
 ) -> dict[nn.Parameter, MainParam]:
-    """Returns the `MainParam` of each trainable parameter among `params`, which an optimizer was built with.
+    """Returns the `MainParam` of each trainable parameter among `params`, in the model's order.
 
     Args:
-        optimizer: its name, for messages.
+        optimizer: name of what was built with them, before or after the model was wrapped, for messages.
 
     Raises:
-        OptimizerError: a parameter is not one of the chunks', or wrapping has replaced it.
+        OptimizerError: a parameter is not one of the chunks', or is what FSDP2 gathers one into.
     """
-    for param in params:
-        reject_replaced(optimizer, param)
-    found = {p.param: p for p in collect_main_params(model_chunks, only=set(params))}
-    if strangers := [param for param in params if param.requires_grad and param not in found]:
+    given = {current_parameter(optimizer, param): param for param in params}
+    found = {given[p.param]: p for p in collect_main_params(model_chunks, only=given)}
+    if strangers := [param for param, before in given.items() if param.requires_grad and before not in found]:
         raise OptimizerError(
             f"{optimizer} was built for another model: {len(strangers)} of its {len(params)} parameters, the first in "
-            f"the shape {list(strangers[0].shape)}, are not this one's; build it from the parameters of what "
-            "wrap_model returned"
+            f"the shape {list(strangers[0].shape)}, are not this one's; build it from model.parameters(), "
+            "before or after wrap_model"
         )
     return found

@@ -6,7 +6,7 @@ The device decides the outcome of a step, and the host learns it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from .main_params import MainParam, WrittenParams, refresh_parameters, take_grad
 from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .torch_rule import TorchRule
-from .update_rules import UpdateRule
+from .update_rules import SkippableRule, UpdateRule
+
+if TYPE_CHECKING:
+    from .torch_rule import TorchRule
 
 
 class MegatronOptimizer(OptimizerState):
@@ -112,7 +114,7 @@ class MegatronOptimizer(OptimizerState):
             return False, None, None
         return outcome.has_update, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
-    @torch.optim.Optimizer.profile_hook_step  # type: ignore[untyped-decorator]  # runs hooks of steps
+    @torch.optim.Optimizer.profile_hook_step  # runs hooks of steps
     @torch.no_grad()
     def start_step(
         self, report: Tensor | None = None, *, on_outcome: Callable[[StepOutcome], None] | None = None
@@ -242,21 +244,27 @@ class MegatronOptimizer(OptimizerState):
         They were trainable when the model was wrapped. Every rank of the model calls it.
 
         Raises:
-            OptimizerError: parameters of another model, or the optimizer is one of `get_megatron_optimizer`, which
-                updates all.
+            OptimizerError: parameters of another model or group, the optimizer is one of `get_megatron_optimizer`,
+                which updates all, or the settings are not elementwise. The group is not added.
         """
         self.finish_step()
-        if not isinstance(self.rule, TorchRule):
+        if isinstance(self.rule, SkippableRule):
             raise OptimizerError(
                 "add_param_group was called for an optimizer that updates every parameter already; name them in the "
                 "config_overrides of get_megatron_optimizer, or build an optimizer of torch for shard_optimizer"
             )
         if self.average is not None:
             raise OptimizerError("add_param_group was called after AveragedWeights was built; add the group before")
-        given = param_group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
-        added = find_main_params(type(self.optimizer).__name__, given, self._chunks)
-        self.rule.add_group({**param_group, "params": given}, added)
+        groups, known = self.optimizer.param_groups, {p.param for p in self._params}
+        self.optimizer.add_param_group(param_group)
+        try:
+            added = find_main_params(type(self.optimizer).__name__, groups[-1]["params"], self._chunks)
+            if twice := [p.name for p in added.values() if p.param in known]:
+                raise OptimizerError(f"parameter {twice[0]} is in another group of the optimizer; add it to one")
+            cast("TorchRule", self.rule).take(groups[-1:], added)
+        except OptimizerError:
+            groups.pop()
+            raise
         self._params = [*self._params, *added.values()]
         self._written_params = WrittenParams(self._params)
         self._statistics = self._statistics.over(self._params)
@@ -287,10 +295,12 @@ class MegatronOptimizer(OptimizerState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes every gradient zero or None.
 
-        A wrapped model's gradients are cleared by `zero_grad_buffer`, whatever `set_to_none` is.
+        A wrapped model's gradients are cleared by `zero_grad_buffer`, whatever `set_to_none` is, unless they are zero:
+        loops also call it between forward and backward.
         """
         for wrapper in self._wrappers:
-            wrapper.zero_grad_buffer()
+            if wrapper.step.phase is not Phase.ZEROED:
+                wrapper.zero_grad_buffer()
         for p in self._params:
             if set_to_none:
                 p.param.grad = None
@@ -319,6 +329,6 @@ def _check_updated(wrapper: _BaseDataParallel) -> None:
     for name, param in unwrap_model(wrapper).named_parameters():
         if param not in updated and param.requires_grad and owner_of(param) is wrapper:
             raise OptimizerError(
-                f"parameter {name} was made trainable after the optimizer was built, which does not update it; build "
-                "the optimizer while it is trainable, and freeze it afterwards"
+                f"parameter {name} was made trainable after the optimizer was built, or is in none of the groups, so "
+                "that nothing updates it; build the optimizer with it while it is trainable, and freeze it afterwards"
             )

@@ -225,6 +225,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         numbers = {name: of_param for of_stage, _ in of_stages for name, of_param in of_stage.items()}
         groups = [group for _, of_stage in of_stages for group in of_stage]
         scalars = scalars_of(numbers, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
+        scalars["kind"] = type(self.optimizer).__name__
         return scalars | ({"num_averaged": self.average.num_averaged} if self.average is not None else {})
 
     def _names_of_mains(self) -> dict[Tensor, str]:
@@ -234,9 +235,14 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """Returns the settings that `load_state_scalars` would give to each group. Changes nothing.
 
         Raises:
-            CheckpointError: step counts for parameters that this model does not have, groups with other parameters, or
-                no average where the optimizer keeps one.
+            CheckpointError: the state of another class of optimizer, step counts for parameters that this model does
+                not have, groups with other parameters, or no average where the optimizer keeps one.
         """
+        kind = type(self.optimizer).__name__
+        if (saved := scalars.get("kind", kind)) != kind:
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved}, and the optimizer here is {kind}; build the saved one"
+            )
         if self.average is not None and "num_averaged" not in scalars:
             raise CheckpointError("the checkpoint holds no averaged weights; build AveragedWeights after loading it")
         foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})

@@ -18,7 +18,6 @@ from .main_params import MainParam
 from .main_ranges import find_main_params
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
-from .torch_rule import TorchRule
 
 
 def shard_optimizer(
@@ -48,8 +47,9 @@ def shard_optimizer(
     ``optimizer.scale_loss(loss).backward()``.
 
     Args:
-        torch_optimizer: built with parameters of the wrapped model, and not stepped yet. It may have a part of them,
-            if other optimizers have the rest. Call `step` and `zero_grad` of what is returned from now on.
+        torch_optimizer: built with parameters of the model, before or after it was wrapped. It may have a part of
+            them, if other optimizers have the rest. State goes on: of steps of the plain model, or loaded by torch's
+            `load_state_dict`. Call `step` and `zero_grad` of what is returned from now on.
         model: what `wrap_model` returned, a plain module on one rank, or the chunks of a pipeline stage.
         clip_grad: largest global L2 norm of the gradient of these parameters. 0 turns clipping off.
         loss_scale: a constant factor of losses.
@@ -58,8 +58,8 @@ def shard_optimizer(
         The optimizer. Its `step` returns ``(updated, grad_norm, num_zeros)``.
 
     Raises:
-        OptimizerError: the optimizer is not elementwise, was built before the model was wrapped or for another model,
-            has a group without parameters, or was given to this function before.
+        OptimizerError: the optimizer is not elementwise, was built for another model, has a group without parameters,
+            or was given to this function before.
         ConfigError: an argument of another type, or out of its range.
     """
     if not isinstance(torch_optimizer, Optimizer):
@@ -76,6 +76,8 @@ def shard_optimizer(
         getattr(getattr(chunk, "config", None), "fp16", False) for chunk in chunks
     )
     config = OptimizerConfig(clip_grad=clip_grad, loss_scale=loss_scale, fp16=is_fp16)
+    from .torch_rule import TorchRule  # a plug-in: runs with other optimizers do not load it
+
     groups = groups_of_model(chunks)
     settle(chunks)
 

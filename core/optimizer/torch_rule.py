@@ -9,10 +9,10 @@ in LAMB, Adafactor, Shampoo and SOAP, sums over parameters, line searches, matri
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,22 @@ from ..base.parameters import local_part
 from .main_params import MainParam
 from .update_rules import Numbers
 
-_ROWS, _COLUMNS = 6, 35
-_PARTS = ((0, 1), (1, 70), (70, 70), (70, 175), (175, 210))
+_SHAPE = (6, 35)
+_ENDS = ((0, 1), (1, 70), (70, 70), (70, 175), (175, 210))
 """Runs of the probe's elements: inside a row, over the ends of rows, empty, whole rows."""
+_CUTS: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor, lambda tensor: tensor[2:5]]
+_CUTS += [
+    functools.partial(lambda tensor, start, end: tensor.reshape(-1)[start:end], start=a, end=b) for a, b in _ENDS
+]
 _STEPS = 3
 
 
-@dataclass(frozen=True)
-class Kinds:
-    """What an optimizer keeps of a parameter, by the names in its state."""
+class NotElementwiseError(OptimizerError):
+    """An optimizer's update of a part of a parameter is not that part of its update."""
 
-    tensors: Mapping[str, torch.dtype]
-    """In the parameter's shape."""
 
-    numbers: Mapping[str, Tensor | float]
-    """The rest, each with a value of its type."""
+Kept = Mapping[str, Tensor | float]
+"""What an optimizer keeps of a parameter, by the names in its state: tensors in the parameter's shape, and numbers."""
 
 
 class TorchRule:
@@ -46,7 +47,7 @@ class TorchRule:
     Its groups stay, so that schedules of either optimizer set them.
 
     Args:
-        optimizer: built over parameters of the model; it has not stepped.
+        optimizer: built over parameters of the model. Its state goes on.
         params: the main tensors of all its parameters, by parameter; others of its groups are left out.
 
     Raises:
@@ -55,37 +56,45 @@ class TorchRule:
 
     skips_on_device = False
 
-    def __init__(self, optimizer: Optimizer, params: Mapping[Tensor, MainParam]) -> None:
+    def __init__(self, optimizer: Optimizer, params: Mapping[nn.Parameter, MainParam]) -> None:
         self.optimizer = optimizer
-        self._kinds: dict[Tensor, Kinds] = {}
-        """Of each main tensor. `_take` adds."""
+        self._examples: dict[Tensor, Kept] = {}
+        """Of each main tensor what the optimizer keeps of the probe's. `take` adds."""
         self._absent: dict[Tensor, dict[str, Tensor]] = {}
         """Zeros to load into, by main tensor and kind, where the optimizer has no state yet. `state_of` adds them.
         `set_numbers` makes them the state or drops them, and `update` drops them."""
         self._is_updating = False
         """Whether `update` runs the optimizer's step, which nobody else may call."""
-        for group in optimizer.param_groups:
-            self._take(group, params)
+        self.take(optimizer.param_groups, params)
         optimizer.register_step_pre_hook(self._refuse_others)
 
-    def add_group(self, group: dict[str, Any], params: Mapping[Tensor, MainParam]) -> None:
-        """Adds a group of the model's parameters, as `add_param_group` of the optimizer takes it."""
-        self.optimizer.add_param_group(group)
-        self._take(self.optimizer.param_groups[-1], params)
+    def take(self, groups: Sequence[dict[str, Any]], params: Mapping[nn.Parameter, MainParam]) -> None:
+        """Puts main tensors into some of the optimizer's groups, and this rank's part into its state; all or nothing.
 
-    def _take(self, group: dict[str, Any], params: Mapping[Tensor, MainParam]) -> None:
-        """Puts main tensors into a group, and their parts of the state that the optimizer has made."""
-        held = [p for p in group["params"] if p in params]
-        kinds = probe(self.optimizer, group, next(iter(held), None))
+        Args:
+            params: see the class.
+
+        Raises:
+            NotElementwiseError: see :func:`probe`.
+        """
         state = self.optimizer.state
-        for param in held:
-            p = params[param]
-            self._kinds[p.main] = kinds
-            if made := state.pop(param, None):
-                state[p.main] = {kind: _part_of(value, p) for kind, value in made.items()}
-        if "param_names" in group:
-            group["param_names"] = [params[param].name for param in held]
-        group["params"] = [params[param].main for param in held]
+        held = [{param: params[param] for param in group["params"] if param in params} for group in groups]
+        for group, of_group in zip(groups, held, strict=True):
+            if of_group:  # the largest number of dims tells a number from a tensor of one element
+                param = max(of_group, key=lambda param: param.ndim)
+                example = probe(self.optimizer, group, of_group[param], state.get(param, {}))
+                self._examples |= {p.main: example for p in of_group.values()}
+        for group, of_group in zip(groups, held, strict=True):
+            for param, p in of_group.items():
+                if made := state.pop(param, None):
+                    state[p.main] = {kind: self._part_of(kind, value, p) for kind, value in made.items()}
+            group["params"] = [p.main for p in of_group.values()]
+
+    def _part_of(self, kind: str, value: Any, p: MainParam) -> Any:
+        """Returns this rank's part of a state that was made for a whole parameter."""
+        if not _is_part(self._examples[p.main].get(kind)):
+            return value
+        return p.part_of(value).to(p.main.dtype if value.dtype == p.param.dtype else value.dtype, copy=True)
 
     def _refuse_others(self, *_: object) -> None:
         if not self._is_updating:
@@ -112,19 +121,18 @@ class TorchRule:
 
     def state_of(self, main: Tensor) -> dict[str, Tensor]:
         """Returns the state tensors of a main tensor by kind. Zeros to load into where there is no state."""
-        state, kinds = self.optimizer.state.get(main), self._kinds[main].tensors
-        if state:
-            return {kind: state[kind] for kind in kinds}
+        tensors = {kind: example for kind, example in self._examples[main].items() if _is_part(example)}
+        if state := self.optimizer.state.get(main):
+            return {kind: state[kind] for kind in tensors}
         if main not in self._absent:
-            self._absent[main] = {kind: torch.zeros_like(main, dtype=dtype) for kind, dtype in kinds.items()}
+            self._absent[main] = {kind: torch.zeros_like(main, dtype=like.dtype) for kind, like in tensors.items()}
         return self._absent[main]
 
     def numbers_of(self, main: Tensor) -> Numbers | None:
         """Returns the numbers of a main tensor's state. None if it has no state."""
         state = self.optimizer.state.get(main)
-        if not state:
-            return None
-        return {kind: v.item() if isinstance(v := state[kind], Tensor) else v for kind in self._kinds[main].numbers}
+        numbers = [kind for kind, example in self._examples[main].items() if not _is_part(example)]
+        return {kind: float(state[kind]) for kind in numbers} if state else None
 
     def set_numbers(self, main: Tensor, numbers: Numbers | None) -> None:
         """Continues from `numbers`, once the tensors of `state_of` are filled."""
@@ -133,134 +141,110 @@ class TorchRule:
         if numbers is None:
             self.optimizer.state.pop(main, None)
             return
-        examples = self._kinds[main].numbers.items()
-        of_main = {kind: _like(example, numbers.get(kind, 0)) for kind, example in examples}
+        examples = self._examples[main].items()
+        of_main = {kind: _like(like, numbers.get(kind, 0)) for kind, like in examples if not _is_part(like)}
         self.optimizer.state[main] = of_main | tensors
 
 
-def _part_of(value: Any, p: MainParam) -> Any:
-    """Returns this rank's part of a state that was made for a whole parameter."""
-    if not isinstance(value, Tensor) or value.shape != p.param.shape:
-        return value
-    part = p.part_of(value)
-    return part.to(p.main.dtype if value.dtype == p.param.dtype else value.dtype, copy=True)
+def _is_part(example: object) -> TypeGuard[Tensor]:
+    """Returns whether what an optimizer keeps of the probe's tensor is cut as that is."""
+    return isinstance(example, Tensor) and example.numel() != 1
 
 
 def _like(example: Tensor | float, value: float) -> Tensor | float:
     return torch.full_like(example, value) if isinstance(example, Tensor) else type(example)(value)
 
 
-def probe(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter | None) -> Kinds:
+_PARAMETER = "the parameter"
+_REMEDY = (
+    "take an elementwise one, as AdamW, or Muon by get_megatron_optimizer, or leave the model whole on each rank, by "
+    "DistributedDataParallelConfig(), where the optimizer steps without shard_optimizer"
+)
+
+
+def probe(optimizer: Optimizer, group: Mapping[str, Any], p: MainParam, made: Mapping[str, Any]) -> Kept:
     """Steps twins of an optimizer over small tensors, whole and in parts, and compares all bits.
 
     Args:
         group: the settings of the update.
-        param: one of its parameters, whose state the twins begin with.
+        p: one of the group's parameters: the twins have the device and dtype of its main tensor.
+        made: what the optimizer keeps of it, with which the twins begin.
 
     Returns:
-        What the optimizer keeps.
+        What the optimizer keeps of a tensor.
 
     Raises:
-        OptimizerError: the results differ, the optimizer keeps what has not its parameter's shape, or its step needs
+        NotElementwiseError: the results differ, the optimizer keeps what a checkpoint does not hold, or its step needs
             more than gradients.
     """
     name = type(optimizer).__name__
-    if param is None:
-        return Kinds({}, {})
-    device = local_part(param.detach()).device
-    if group.get("fused") and device.type == "cpu":
-        raise OptimizerError(
-            f"{name} has fused=True, and torch's fused kernels round the ends of a tensor otherwise on a CPU, so that "
-            "results would depend on the number of ranks; leave fused out, or use get_megatron_optimizer, whose "
-            "fused AdamW and SGD do not"
-        )
     source = torch.Generator().manual_seed(1)
-    values = [torch.randn(_ROWS, _COLUMNS, generator=source) for _ in range(1 + _STEPS)]
-    start, grads = values[0].to(device), [(grad * 10.0**-i).to(device) for i, grad in enumerate(values[1:])]
+    start, *grads = (torch.randn(_SHAPE, generator=source).to(p.main) * 10.0**-i for i in range(1 + _STEPS))
     grads[-1][1:3] = 0.0
-    made = dict(optimizer.state.get(param, {}))
     try:
         with torch.random.fork_rng(devices=[]):
-            whole = _Twin(optimizer, group, param, start, grads, made)
-            flats = [grad.view(-1) for grad in grads]
-            runs = [
-                _Twin(optimizer, group, param, start.view(-1)[a:b], [flat[a:b] for flat in flats], made)
-                for a, b in _PARTS
-            ]
-            rows = _Twin(optimizer, group, param, start[2:5], [grad[2:5] for grad in grads], made)
+            whole, *parts = (
+                _after_steps(optimizer, group, cut(start), [cut(grad) for grad in grads], made, p.param.shape)
+                for cut in _CUTS
+            )
     except Exception as error:
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise OptimizerError(
-            f"{name} cannot update a part of a parameter by its gradient alone ({text}); {_REMEDY}"
-        ) from error
-    for kind, value in whole.state.items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != start.shape:
-            raise OptimizerError(
-                f"{name} keeps {kind} in the shape {list(value.shape)} of a parameter in {list(start.shape)}, so that "
-                f"a rank cannot update a part alone; {_REMEDY}"
+        raise NotElementwiseError(f"{name} cannot update a part of a parameter alone ({text}); {_REMEDY}") from error
+    for kind, value in whole.items():
+        held = value.shape == start.shape if _is_part(value) else isinstance(value, Tensor | float | int)
+        if not held:
+            raise NotElementwiseError(
+                f"{name} keeps {kind}, which is neither a number of each parameter nor a tensor in its shape, so that "
+                f"no rank has its part, and no checkpoint holds it; {_REMEDY}"
             )
-        if value is not None and not isinstance(value, Tensor | float | int):
-            raise OptimizerError(
-                f"{name} keeps {kind}, a {type(value).__name__}, which no checkpoint holds; {_REMEDY}"
-            )
-    joined = {kind: torch.cat([run.results()[kind] for run in runs]) for kind in whole.results()}
-    for kind, value in whole.results().items():
-        if not (torch.equal(value.view(-1), joined[kind]) and torch.equal(value[2:5], rows.results()[kind])):
-            raise OptimizerError(
-                f"{name} is not elementwise: its update of a part of a parameter is not that part of its update, "
-                f"first in {kind}; {_REMEDY}"
-            )
-    tensors = {k: v.dtype for k, v in whole.state.items() if isinstance(v, Tensor) and v.numel() != 1}
-    numbers = {k: v for k, v in whole.state.items() if k not in tensors and v is not None}
-    return Kinds(tensors, numbers)
+        for cut, part in zip(_CUTS[1:], parts, strict=True):
+            expected = cut(value) if _is_part(value) else torch.as_tensor(value)
+            if not torch.equal(expected, torch.as_tensor(part.get(kind, torch.nan))):
+                fused = "; leave out fused=True, whose kernels on CPUs round the ends of tensors otherwise, or "
+                raise NotElementwiseError(
+                    f"{name} is not elementwise: its update of a part of a parameter is not that part of its update, "
+                    f"first in {kind}{fused if group.get('fused') else '; '}{_REMEDY}"
+                )
+    return {kind: value for kind, value in whole.items() if kind != _PARAMETER}
 
 
-_REMEDY = "use an elementwise one, as AdamW, or Muon by get_megatron_optimizer, which brings whole matrices to a rank"
+def _after_steps(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    start: Tensor,
+    grads: Sequence[Tensor],
+    made: Mapping[str, Any],
+    shape: torch.Size,
+) -> dict[str, Any]:
+    """Steps a copy of an optimizer, which has one parameter alone. Returns that and what is kept of it, by name."""
+    param = nn.Parameter(start.clone())
+    # All parameters are this one in the copy, so that nothing large is copied.
+    memo: dict[int, Any] = {id(other): param for own in optimizer.param_groups for other in own["params"]}
+    others = {
+        name: OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", "step", "zero_grad")
+    }
+    settings = {
+        key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "param_names")
+    }
+    if not isinstance(settings.get("lr"), Tensor):
+        settings["lr"] = settings.get("lr") or 0.01  # a schedule may begin with 0
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(others, param_groups=[{**settings, "params": [param]}], state=defaultdict(dict))
+    if made:
+        twin.state[param] = {kind: _begun(value, shape, param) for kind, value in made.items()}
+    for grad in grads:
+        param.grad = grad.clone()
+        twin.step()
+    counters = {key for key, v in vars(twin).items() if type(v) in (int, float) and v != vars(optimizer).get(key)}
+    kept = {kind: value for kind, value in twin.state[param].items() if value is not None}
+    return {_PARAMETER: param.detach(), **kept, **{f"{key} outside of its state": None for key in counters}}
 
 
-class _Twin:
-    """The parameter and state after some steps by a copy of an optimizer, which has that parameter alone."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: Mapping[str, Any],
-        param: nn.Parameter,
-        start: Tensor,
-        grads: Sequence[Tensor],
-        made: Mapping[str, Any],
-    ) -> None:
-        self.param = nn.Parameter(start.clone())
-        every = [p for own in optimizer.param_groups for p in own["params"]]
-        memo = {id(p): self.param for p in every}  # so that nothing large is copied
-        skipped = ("param_groups", "state", "step", "zero_grad")
-        twin = object.__new__(type(optimizer))
-        vars(twin).update(
-            (name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
-            for name, value in vars(optimizer).items()
-            if name not in skipped
-        )
-        settings = copy.deepcopy(
-            {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        )
-        if not isinstance(settings.get("lr"), Tensor):
-            settings["lr"] = settings.get("lr") or 0.01  # a schedule may begin with 0
-        twin.param_groups = [{**settings, "params": [self.param]}]
-        twin.state = defaultdict(dict)
-        if made:
-            twin.state[self.param] = {kind: self._as_made(value, param) for kind, value in made.items()}
-        for grad in grads:
-            self.param.grad = grad.clone()
-            twin.step()
-        self.state: dict[str, Any] = dict(twin.state[self.param])
-
-    def _as_made(self, value: Any, param: nn.Parameter) -> Any:
-        if not isinstance(value, Tensor) or value.shape != param.shape:
-            return copy.deepcopy(value)
-        first = local_part(value).reshape(-1)[:1]
-        return torch.full_like(self.param, first.item() if first.numel() else 0.0, dtype=value.dtype)
-
-    def results(self) -> dict[str, Tensor]:
-        """Returns the parameter and the tensors and numbers of its state, flat where the parameter is."""
-        tensors = {kind: v for kind, v in self.state.items() if isinstance(v, Tensor) and v.shape == self.param.shape}
-        return {"the parameter": self.param.detach(), **tensors}
+def _begun(value: Any, shape: torch.Size, like: Tensor) -> Any:
+    """Returns for `like` what is kept of a parameter of `shape`: of all elements what is kept of the first."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        return copy.deepcopy(value)
+    first = local_part(value).reshape(-1)[:1].tolist()
+    return torch.full_like(like, *(first or [0.0]), dtype=value.dtype)

@@ -40,11 +40,12 @@ Numbers = Mapping[str, float]
 class UpdateRule(Protocol):
     """What `MegatronOptimizer` makes updates with. Main tensors are in the groups of `optimizer`."""
 
-    optimizer: torch.optim.Optimizer
-    """Has groups, state, and torch's hooks."""
-
     skips_on_device: bool
     """Whether the device decides if an update is made, so that the host need not wait before it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Has groups, state, and torch's hooks."""
 
     def update(self, is_finite: Tensor) -> None:
         """Updates every main tensor that has a gradient, unless `is_finite`, a 0-dim bool on the device, is False."""

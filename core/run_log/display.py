@@ -76,13 +76,13 @@ class Display:
         if "memory_bytes" in figures:
             texts["memory"] = f"peak {readable_bytes(figures['memory_bytes'])} {self._memory}"
         if "skew" in figures:
-            texts["skew"] = f"rank {figures['slowest_rank']} takes {figures['skew']:.2f} of the mean"
+            texts["skew"] = f"slowest rank {figures['slowest_rank']} ({figures['skew']:.2f} of the mean)"
         return texts
 
 
 def _bar(step: int, last: int | None) -> Any:
     from tqdm import tqdm
 
-    columns = min(COLUMNS, shutil.get_terminal_size().columns)
+    columns = min(COLUMNS, shutil.get_terminal_size().columns) - 1  # some terminals wrap a full line
     form = "step {n_fmt}{postfix}" if last is None else "{n_fmt}/{total_fmt} {bar} {remaining} left{postfix}"
     return tqdm(total=last, initial=step - 1, ncols=columns, bar_format=form, mininterval=_REFRESH_S, file=sys.stderr)

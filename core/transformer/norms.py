@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.errors import apex_module
+from ..base.errors import ConfigError, warn_once
 from ..base.initialization import Initializer
 from ..tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from .transformer_config import TransformerConfig
@@ -37,7 +39,7 @@ class _Norm(ParameterOwner):
             self.add_parameter(name, self.size, initializer, config=config, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
         # Looked for here, because a compiled forward could not import.
-        apex = apex_module("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda", self.apex_function)
+        apex = _apex_module("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda", self.apex_function)
         self._apex: Callable[..., torch.Tensor] | None = getattr(apex, self.apex_function, None)
 
 
@@ -82,3 +84,36 @@ def build_norm(
     """Builds the norm of `config.normalization`."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     return kind(config, hidden_size, eps, partial_gradients=partial_gradients)
+
+
+def _apex_module(name: str, kernels: str, *functions: str) -> Any | None:
+    """Returns a module of NVIDIA apex where ``SHARDSTACK_APEX=1`` asks for its norms, else None.
+
+    Its kernels round otherwise than torch's, so that a run must not begin to use them because a machine has them.
+
+    Args:
+        name: of the module, for example ``apex.normalization``.
+        kernels: its compiled part, without which its functions exist but cannot be called.
+        functions: what it has to have. PyPI's `apex` is another project.
+
+    Raises:
+        ConfigError: it is asked for, and not there.
+    """
+    setting = os.environ.get("SHARDSTACK_APEX", "0")
+    if setting not in ("0", "1"):
+        raise ConfigError(f"SHARDSTACK_APEX is {setting!r}; it takes 1 or 0")
+    if setting == "0":
+        return None
+    try:
+        importlib.import_module(kernels)
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"SHARDSTACK_APEX is 1, but {error}; build apex with its kernels, or unset it") from None
+    missing = [function for function in functions if not hasattr(module, function)]
+    if missing:
+        raise ConfigError(
+            f"SHARDSTACK_APEX is 1, but {name} has no {', '.join(missing)}; install NVIDIA's apex (PyPI's is another "
+            "project), or unset it"
+        )
+    warn_once(f"SHARDSTACK_APEX: {name} in place of torch's kernels; its results are rounded otherwise")
+    return module

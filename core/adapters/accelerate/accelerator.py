@@ -19,7 +19,7 @@ from ...distributed import _BaseDataParallel
 from ...distributed.engine.engine import owner_of
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of
-from .prepared import PreparedOptimizer, ShardstackPlugin, prepare_optimizer
+from .prepared import PreparedOptimizer, ShardstackPlugin
 
 
 class ShardstackAccelerator(Accelerator):
@@ -43,15 +43,8 @@ class ShardstackAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares as accelerate does, but wraps models before it prepares optimizers, in any order of arguments."""
-        before = {arg: dict(arg.named_parameters()) for arg in args if isinstance(arg, nn.Module)}
-        models = {arg: self.prepare_model(arg) for arg in before}
-        replacements: dict[nn.Parameter, nn.Parameter] = {}
-        for model, wrapper in models.items():
-            after = dict(unwrap_model(wrapper).named_parameters())
-            replacements |= {param: after[name] for name, param in before[model].items() if name in after}
-        objects = [
-            models[arg] if isinstance(arg, nn.Module) else self._with_own_gradients(arg, replacements) for arg in args
-        ]
+        models = {arg: self.prepare_model(arg) for arg in args if isinstance(arg, nn.Module)}
+        objects = [models[arg] if isinstance(arg, nn.Module) else self._with_own_gradients(arg) for arg in args]
         return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(
@@ -81,29 +74,29 @@ class ShardstackAccelerator(Accelerator):
         """Makes an optimizer update this rank's part of a wrapped model.
 
         Raises:
-            OptimizerError: the optimizer was built before its model was wrapped, or cannot update shards.
+            OptimizerError: the optimizer cannot update shards, or has parameters of another model.
         """
-        ours: torch.optim.Optimizer = self._with_own_gradients(optimizer, {})
+        ours: torch.optim.Optimizer = self._with_own_gradients(optimizer)
         if not isinstance(ours, PreparedOptimizer):
             return cast(torch.optim.Optimizer, super().prepare_optimizer(ours, device_placement))
         if not any(other is ours for other in self._optimizers):
             self._optimizers.append(ours)
         return ours
 
-    def _with_own_gradients(self, arg: Any, replacements: dict[nn.Parameter, nn.Parameter]) -> Any:
+    def _with_own_gradients(self, arg: Any) -> Any:
         """Prepares an optimizer of a wrapped model. Returns any other object unchanged."""
         if not isinstance(arg, torch.optim.Optimizer) or isinstance(arg, AcceleratedOptimizer):
             return arg
-        params = [replacements.get(param, param) for group in arg.param_groups for param in group["params"]]
+        params = [param for group in arg.param_groups for param in group["params"]]
         trained = Trained.of_parameters(params)
         if trained is None and not self._prepared() and not any(map(owner_of, params)):
             return arg
         if trained is None:
             raise OptimizerError(
-                f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
-                "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from that model"
+                f"{type(arg).__name__} has parameters of no prepared model, or of several; build it from one model, "
+                "and give both to prepare(model, optimizer)"
             )
-        return prepare_optimizer(arg, trained, replacements)
+        return PreparedOptimizer(arg, trained)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the model as it was before `prepare`. Its parameters stay where the wrapper has them."""

@@ -1,12 +1,9 @@
-"""What `prepare` makes: the wrapper of a model, which a `ShardstackPlugin` chooses, and the optimizer of its shards.
-
-This library's optimizer makes the updates of the user's torch optimizer, on this rank's shards.
-"""
+"""What `prepare` makes: the wrapper of a model, which a `ShardstackPlugin` chooses, and its optimizer over shards."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from ...distributed.guards import reject_wrapped
 from ...optimizer import MegatronOptimizer
 from ...rendezvous import default_group
 from ..bridge.sharding import data_parallel_mesh, units_by_class
-from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
+from ..bridge.trained import Trained
 from ..bridge.translation import reject_reproducible, wrap_for_trainer
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
@@ -94,27 +91,27 @@ class ShardstackPlugin:
 class PreparedOptimizer(AcceleratedOptimizer):
     """The result of `Accelerator.prepare` for an optimizer of a prepared model.
 
-    `optimizer` is the user's optimizer. Its ``step`` first runs this library's update, and then finds no gradient to
-    apply. It shares ``param_groups`` and state with this library's optimizer, so that schedulers built on either
-    optimizer take effect.
+    `optimizer` is the user's optimizer, with this rank's shards in its groups and state (`shard_optimizer`). Over
+    replicas, one that is not elementwise stays as it is.
 
     Args:
-        optimizer: the user's optimizer.
-        trained: its model. `trained.updates` makes the updates; if it is None, the user's does.
+        optimizer: the user's optimizer, built over the plain or the wrapped model.
+        trained: its model.
+
+    Raises:
+        OptimizerError: the optimizer cannot update shards, or has parameters of another model.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.trained = trained
-        trained.optimizer = optimizer
+        trained.take(optimizer)
         self._is_accelerate_prepared = True  # accelerate then keeps it as it is
-        optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def megatron(self) -> MegatronOptimizer | None:
-        """The optimizer that updates. None if it is the user's own."""
-        updates = self.trained.updates
-        return updates if isinstance(updates, MegatronOptimizer) else None
+        """The optimizer that updates shards. None if the user's own updates replicas."""
+        return self.trained.updates
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates the weights in the last micro-batch of a step. Does nothing in the others.
@@ -124,14 +121,14 @@ class PreparedOptimizer(AcceleratedOptimizer):
         Raises:
             OptimizerError: a closure was given.
         """
-        if self.gradient_state.sync_gradients:
-            self.optimizer.step(closure)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
+        if closure is not None:
             raise OptimizerError("step was given a closure, which would run between reduction and update; drop it")
+        if not self.gradient_state.sync_gradients:
+            return
         self.trained.finish_sums()
-        if self.megatron is not None:
+        if self.megatron is None:
+            self.optimizer.step()
+        else:
             # Accelerate's attribute, which `step_was_skipped` returns. Valid until the next step.
             self._is_overflow = not self.megatron.step()[0]
 
@@ -147,32 +144,3 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from this rank's own `state_dict`."""
         (self.optimizer if self.megatron is None else self.megatron).load_state_dict(state_dict)
-        if self.megatron is not None:
-            share_groups(self.optimizer, self.megatron)
-
-
-def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, trained: Trained, replacements: Mapping[nn.Parameter, nn.Parameter]
-) -> PreparedOptimizer:
-    """Makes a torch optimizer, built over the plain or the wrapped model, update the wrapped model.
-
-    For AdamW, SGD and Adam without weight decay, an optimizer of `get_megatron_optimizer` makes the updates, with
-    their groups and settings. Over replicas, any other optimizer makes its own updates.
-
-    Args:
-        replacements: maps parameters of the plain model to those of the wrapped model.
-
-    Raises:
-        OptimizerError: the optimizer cannot update shards, has stepped already, or has parameters of another model.
-    """
-    replace_parameters(optimizer, replacements)
-    if unlike_ours(optimizer) and trained.wrapper.plan.is_replicated:
-        return PreparedOptimizer(optimizer, trained)
-    if optimizer.state and not unlike_ours(optimizer):
-        raise OptimizerError(
-            f"{type(optimizer).__name__} has stepped before its model was prepared, and its state would be lost; "
-            "prepare a new one, and load the state with load_state"
-        )
-    # bf16: with fp32 masters of weights in bf16, if there are any.
-    trained.updates = build_update(optimizer, trained.wrapper, "ShardstackPlugin('no_shard')", bf16=True)
-    return PreparedOptimizer(optimizer, trained)

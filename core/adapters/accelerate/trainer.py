@@ -106,7 +106,7 @@ class ShardstackTrainer(Trainer):
         if trained.updates is None:
             if folder.is_dir():
                 raise CheckpointError(
-                    f"{folder} has the state of this library's AdamW or SGD; resume with the optimizer that saved it"
+                    f"{folder} has the state of another optimizer; resume with the optimizer that saved it"
                 )
             super()._load_optimizer_and_scheduler(checkpoint)
         elif folder.is_dir():

@@ -22,7 +22,7 @@ from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
 from ...distributed import _BaseDataParallel
-from .trained import TorchOptimizer, Trained
+from .trained import Trained
 
 
 def save_trained(
@@ -73,8 +73,6 @@ def load_trained(
     index = Ranks().from_first(lambda: read_index(existing_folder(folder)))
     tensors_there, metadata = index.tensors, index.metadata
     updates = trained.updates if with_optimizer else None
-    if isinstance(updates, TorchOptimizer):
-        updates.create(dict.fromkeys(name.split(".")[1] for name in tensors_there if name.startswith(OPTIMIZER)))
     own_tensors = named_for_checkpoint(model, {} if updates is None else updates.state_tensors())
     compared = (*([MODEL] if strict else ()), *([OPTIMIZER] if updates is not None else ()))
     if differing := sorted(name for name in own_tensors.keys() ^ tensors_there.keys() if name.startswith(compared)):

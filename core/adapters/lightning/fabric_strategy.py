@@ -16,7 +16,7 @@ from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ...distributed.step import Phase
-from ..bridge.trained import Trained, mix_in, replace_parameters
+from ..bridge.trained import Trained
 from . import shared
 
 
@@ -69,26 +69,16 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
         """Wraps a module, and lets optimizers that were built from it update the wrapped one's parameters.
 
         Raises:
-            OptimizerError: an optimizer of other parameters, or that has stepped already.
+            OptimizerError: an optimizer of other parameters.
         """
-        for optimizer in optimizers:
-            if optimizer.state:
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} was given to fabric.setup with the state of earlier steps; build it "
-                    "from the model's parameters right before"
-                )
-        before = dict(module.named_parameters())
         wrapper = self.setup_module(module)
-        after = dict(module.named_parameters())
-        for optimizer in optimizers:
-            replace_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
         return wrapper, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Finds what updates the parameters for an optimizer.
 
         Raises:
-            OptimizerError: built before the model was wrapped, or one that cannot update its shards.
+            OptimizerError: built for another model, or one that cannot update its shards.
         """
         trained = shared.take_optimizer(optimizer)
         if any(other.wrapper is trained.wrapper for other in self._trained.values()):
@@ -97,8 +87,6 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
                 "gradients of all: use one, with a group of parameters for each setting"
             )
         self._trained[optimizer] = trained
-        vars(optimizer)["wrapper"] = trained.wrapper
-        mix_in(optimizer, shared.ZeroesThroughWrapper)
         return optimizer
 
     # ---- a step

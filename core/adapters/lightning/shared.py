@@ -28,15 +28,14 @@ from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
-from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
+from ...distributed import DistributedDataParallelConfig, wrap_model
 from ...distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES, config_of
 from ...distributed.plan.units import UnitChoice
-from ...distributed.step import Phase
 from ...rendezvous import default_group
 from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import load_trained, save_trained
 from ..bridge.sharding import units_by_class, world_mesh
-from ..bridge.trained import TorchOptimizer, Trained, build_update, wrapper_of
+from ..bridge.trained import Trained, wrapper_of
 from ..bridge.translation import reject_reproducible
 
 Units = Sequence[type[nn.Module] | str]
@@ -186,41 +185,32 @@ def check_precision(plugin: Any) -> None:
         raise ConfigError(f"precision is {precision!r} ({kind}); this strategy takes {', '.join(_PRECISIONS)}")
 
 
-class ZeroesThroughWrapper(Optimizer):
-    """Mixed into the class of an optimizer: ``zero_grad()`` zeroes the wrapper's gradients, not those in ``grad``."""
-
-    wrapper: _BaseDataParallel
-    """The wrapper of the optimizer's parameters. Set when the optimizer is set up. Never cleared."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of the whole model, unless they are zero."""
-        # Zeroing again, between forward and backward, would gather again.
-        if self.wrapper.step.phase is not Phase.ZEROED:
-            self.wrapper.zero_grad_buffer()
-
-
 def take_optimizer(optimizer: Optimizer) -> Trained:
     """Lets an optimizer of the user update its wrapped model, and returns that.
 
     Raises:
-        OptimizerError: built before the model was wrapped, or one that cannot update it.
+        OptimizerError: of another model, or one that cannot update it.
     """
     trained = Trained.of_parameters(param for group in optimizer.param_groups for param in group["params"])
     if trained is None:
         raise OptimizerError(
-            f"{type(optimizer).__name__} holds parameters that the wrapped model has not: it was built before the "
-            "model was wrapped, or for another one; build it in configure_optimizers, or give fabric.setup both"
+            f"{type(optimizer).__name__} holds parameters that the wrapped model has not: it was built for another "
+            "one; build it in configure_optimizers, or give fabric.setup both"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(
             "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
         )
-    trained.optimizer = optimizer
-    if trained.wrapper.plan.shards_buffers:
-        trained.updates = build_update(optimizer, trained.wrapper, "the sharding 'fsdp2' or 'no_shard'")
-    else:
-        trained.updates = TorchOptimizer(optimizer, trained.wrapper.module)
+    trained.take(optimizer)
     return trained
+
+
+def _check_has_state(trained: Trained) -> None:
+    if trained.optimizer is not None and trained.updates is None:
+        raise CheckpointError(
+            f"{type(trained.optimizer).__name__} is not elementwise, and folders hold no state of such an optimizer; "
+            "save weights alone (save_weights_only=True), or train by an elementwise one, as AdamW"
+        )
 
 
 _VALUES = "values"
@@ -242,6 +232,7 @@ def save_folder(
     others: dict[str, torch.Tensor] = {}
     metadata: dict[str, Any] = {"lightning": Ranks().on_all(lambda: encode(values, _VALUES, others))}
     if with_optimizer:
+        _check_has_state(trained)
         streams = others[_own_streams()] = packed_rng_state()
         metadata |= {"rng_bytes": streams.numel(), "ranks": dist.get_world_size()}
     save_trained(folder, trained, model, with_optimizer=with_optimizer, others=others, metadata=metadata)
@@ -258,6 +249,8 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
         CheckpointError: on all ranks: another kind of file, another model or optimizer, before anything is changed;
             or damaged.
     """
+    if with_optimizer:
+        _check_has_state(trained)
     index = Ranks().from_first(lambda: _checked_index(folder, with_optimizer))
     metadata = index.metadata
     values = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in index.tensors.items() if n.startswith(_VALUES)}

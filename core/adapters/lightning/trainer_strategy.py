@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
-from ...distributed.distributed_data_parallel_config import EngineKind
 from ..bridge.trained import Trained, mix_in
 from .shared import Processes, check_precision, load_folder, save_folder, take_optimizer, wrap
 
@@ -139,7 +138,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
         Raises:
             ConfigError: no optimizer, or several.
-            OptimizerError: one that was built before the model was wrapped, or cannot update its shards.
+            OptimizerError: one that was built for another model, or cannot update its shards.
         """
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
@@ -195,7 +194,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
             CheckpointError: another kind of file, another model, or damaged.
         """
         module = self._connected_module()
-        continues = self.trained.updates is not None and module.trainer.state.fn == TrainerFn.FITTING
+        continues = self.trained.optimizer is not None and module.trainer.state.fn == TrainerFn.FITTING
         folder, strict = self.folder(checkpoint_path), module.strict_loading
         values = dict(load_folder(folder, self.trained, strict=strict, with_optimizer=continues))
         return values | {"state_dict": self.trained.model_tensors()}
@@ -215,11 +214,11 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule, settings: DistributedDataParallelConfig) -> None:
-    reasons: dict[str, tuple[str, ...]] = {}
+    reasons: dict[str, tuple[str, ...]] = {
+        "looks the optimizer's parameters up among the module's": ("BaseFinetuning",)
+    }
     if settings.shards_parameters:
         reasons["averages whole parameters"] = ("WeightAveraging", "StochasticWeightAveraging")
-    if settings.shards_updates and settings.engine is not EngineKind.FSDP2:
-        reasons["looks the optimizer's parameters up among the module's"] = ("BaseFinetuning",)
     for callback in trainer.callbacks:
         for reason, unfit in reasons.items():
             if not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(unfit):

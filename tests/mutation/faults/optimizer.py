@@ -79,14 +79,14 @@ MUTATIONS = (
     ),
     Mutation(
         "an overflow does not skip the step",
-        "core.optimizer.optimizer.MegatronOptimizer._update",
+        "core.optimizer.update_rules.SkippableRule.update",
         r"is_finite\.logical_not\(\)",
         "is_finite.new_zeros(())",
         (_OPTIMIZER,),
     ),
     Mutation(
         "a step that the device has skipped is counted",
-        "core.optimizer.update_rules.take_back_step",
+        "core.optimizer.update_rules.SkippableRule.take_back",
         "-= 1",
         "-= 0",
         (_OPTIMIZER,),
@@ -110,7 +110,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank's range of optimizer state begins one element early",
-        "core.optimizer.distrib_optimizer.MainRange.whole",
+        "core.optimizer.main_ranges.MainRange.whole",
         r"self\.start",
         "max(self.start - 1, 0)",
         SHARDED_STATE,

@@ -21,7 +21,7 @@ from core.optimizer.clip_grads import (
     clip_coefficient,
     merge_contiguous,
 )
-from core.optimizer.distrib_optimizer import collect_main_params
+from core.optimizer.main_ranges import collect_main_params
 from core.process_groups_config import ProcessGroupCollection, groups_in_effect
 from tests.unit._gpt import build_gpt, ddp_config, micro_batches
 from tests.unit._spawn import on_ranks, run_distributed

@@ -21,7 +21,7 @@ from core.distributed import (
     wrap_model,
 )
 from core.optimizer import DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.optimizer.distrib_optimizer import MainRange
+from core.optimizer.main_ranges import MainRange
 from tests.unit._spawn import on_ranks
 
 STRATEGIES = ("optim", "optim_grads")

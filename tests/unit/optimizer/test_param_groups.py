@@ -13,7 +13,7 @@ from core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from core.optimizer.distrib_optimizer import collect_main_params
+from core.optimizer.main_ranges import collect_main_params
 from core.optimizer.param_groups import build_param_groups
 from core.transformer import Float16Module, TransformerConfig
 

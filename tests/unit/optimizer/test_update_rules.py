@@ -1,25 +1,13 @@
 """AdamW and SGD are torch's, bit for bit where a tensor fills whole vectors, and never show how it was cut."""
 
 import random
-import sys
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from core.base.errors import ConfigError, warn_once
-from core.optimizer import OptimizerConfig
-from core.optimizer.update_rules import (
-    SGD,
-    AdamW,
-    build_update_rule,
-    ensure_state,
-    get_step_count,
-    set_step_count,
-    skips_on_device,
-)
+from core.optimizer.update_rules import SGD, AdamW, ensure_state
 
 RULES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adam": lambda params: AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
@@ -104,61 +92,4 @@ def test_state_created_ahead_changes_nothing(name: str):
     param.grad = grad
     rule.step()
     assert torch.equal(param, _train(RULES[name], [start], [[grad]])[0])
-    assert get_step_count(rule, param) == 1
-
-
-class _FusedAdam(torch.optim.Optimizer):
-    """Replaces NVIDIA apex's: counts the steps of a group."""
-
-    def __init__(self, params, lr, betas, eps, weight_decay) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-
-class _FusedSGD(torch.optim.Optimizer):
-    def __init__(self, params, lr, momentum, weight_decay) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-
-def _install_apex(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    monkeypatch.setenv("SHARDSTACK_APEX", "1")
-    optimizers = ModuleType("apex.optimizers")
-    optimizers.FusedAdam, optimizers.FusedSGD = _FusedAdam, _FusedSGD  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
-    if compiled:
-        monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
-
-
-def _groups() -> list[dict]:
-    return [{"params": [torch.zeros(4)], "lr": 0.5, "weight_decay": 0.25}]
-
-
-@pytest.mark.parametrize(("optimizer", "wanted"), [("adam", _FusedAdam), ("sgd", _FusedSGD)])
-def test_apex_rule_on_cuda(monkeypatch, optimizer: str, wanted: type):
-    _install_apex(monkeypatch, compiled=True)
-    config = OptimizerConfig(optimizer=optimizer, lr=1e-3)
-    warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="SHARDSTACK_APEX: apex.optimizers in place of torch's kernels"):
-        rule = build_update_rule(config, _groups(), "cuda")
-    assert type(rule) is wanted and not skips_on_device(rule)
-    assert (rule.param_groups[0]["lr"], rule.param_groups[0]["weight_decay"]) == (0.5, 0.25)
-    param = rule.param_groups[0]["params"][0]
-    set_step_count(rule, param, 7)
-    assert rule.param_groups[0]["step"] == get_step_count(rule, param) == 7
-    assert isinstance(build_update_rule(config, _groups(), "cpu"), (AdamW, SGD))
-
-
-def test_unusable_apex_is_refused(monkeypatch):
-    config = OptimizerConfig(lr=1e-3)
-    _install_apex(monkeypatch, compiled=False)
-    with pytest.raises(ConfigError, match=r"SHARDSTACK_APEX is 1, but .*amp_C"):
-        build_update_rule(config, _groups(), "cuda")
-    monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", ModuleType("apex.optimizers"))
-    with pytest.raises(ConfigError, match=r"apex\.optimizers has no FusedAdam, FusedSGD"):
-        build_update_rule(config, _groups(), "cuda")
-    monkeypatch.setenv("SHARDSTACK_APEX", "yes")
-    with pytest.raises(ConfigError, match="SHARDSTACK_APEX is 'yes'; it takes 1 or 0"):
-        build_update_rule(config, _groups(), "cuda")
-    monkeypatch.delenv("SHARDSTACK_APEX")  # a machine that has it changes nothing
-    assert isinstance(build_update_rule(config, _groups(), "cuda"), AdamW)
+    assert rule.numbers_of(param) == {"step": 1}  # type: ignore[attr-defined]

@@ -60,6 +60,13 @@ def test_the_apex_of_pypi_is_refused(monkeypatch):
     monkeypatch.setenv("SHARDSTACK_APEX", "1")
     with pytest.raises(ConfigError, match="SHARDSTACK_APEX is 1, but No module named 'fused_layer_norm_cuda'"):
         build_norm(TransformerConfig(**SIZES), 8)
+    for name in ("fused_layer_norm_cuda", "apex.normalization", "apex.normalization.fused_layer_norm"):
+        _install(monkeypatch, name)
+    with pytest.raises(ConfigError, match=r"fused_layer_norm has no fused_layer_norm_affine"):
+        build_norm(TransformerConfig(**SIZES), 8)
+    monkeypatch.setenv("SHARDSTACK_APEX", "yes")
+    with pytest.raises(ConfigError, match="SHARDSTACK_APEX is 'yes'; it takes 1 or 0"):
+        build_norm(TransformerConfig(**SIZES), 8)
 
 
 def test_apex_kernels_run_on_gpu_tensors_only(monkeypatch):
