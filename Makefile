@@ -31,7 +31,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
           $(addprefix tests/functional/, test_pipelines.py test_experts.py test_muon.py)
 
 # What the tests need: the trainers that core/adapters knows are among it.
-TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test
+TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,docs,test
 
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

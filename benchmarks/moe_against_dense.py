@@ -18,7 +18,7 @@ from pathlib import Path
 
 from _measure import machine, section
 
-from core.training.run_log import read_log
+from core.run_log import read_log
 
 PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "gpt" / "pretrain_gpt.py"
 MODELS = {

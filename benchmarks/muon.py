@@ -151,7 +151,7 @@ def report_noise() -> None:
 
 def losses(optimizer: str, iterations: int, folder: Path) -> tuple[list[int], list[float]]:
     """Trains the example on two ranks under FSDP2; returns steps and training losses."""
-    from core.training.run_log import LOG_FILE, read_log
+    from core.run_log.files import LOG_FILE, read_log
 
     program = REPOSITORY / "examples" / "gpt" / "pretrain_gpt.py"
     launch = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2", str(program), "--use-torch-fsdp2"]

@@ -81,23 +81,22 @@ class GradientStatistics:
         """
         device = current_device()
 
-        def sums_of(shards: list[Tensor]) -> Tensor:
+        def sums_of(part: _Part) -> Tensor:
+            shards = part.own_grads(grads)
             sums = _sum_on_device([grad for grad in shards if is_on_gpu(grad)], count_zeros, device)
             if on_host := [grad for grad in shards if not is_on_gpu(grad)]:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
             return sums
 
-        total = self._add_up(grads, sums_of, torch.zeros(2, dtype=torch.float64, device=device))
+        total = self._add_up(sums_of, torch.zeros(2, dtype=torch.float64, device=device))
         return torch.stack([total[0].sqrt(), total[1]])
 
-    def _add_up(
-        self, grads: Sequence[Tensor | None], sums_of: Callable[[list[Tensor]], Tensor], total: Tensor
-    ) -> Tensor:
+    def _add_up(self, sums_of: Callable[[_Part], Tensor], total: Tensor) -> Tensor:
         """Adds the sums of each part's gradients over ranks to `total`, in place. Returns `total`."""
         for over, parts in self._by_model_group():
             of_model = torch.zeros_like(total)
             for part in parts:
-                part.add(sums_of(part.own_grads(grads)), of_model)
+                part.add(sums_of(part), of_model)
             total += reduce_over_model(of_model, over, "the gradient norm over the model")
         return total
 

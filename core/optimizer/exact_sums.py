@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ..base.device import current_device, is_on_gpu
 from ..comm.collectives import all_gather, all_reduce_by_backend
-from .clip_grads import CHUNK_ELEMENTS, GradientStatistics, number_of_zeros, reduce_over_model
+from .clip_grads import CHUNK_ELEMENTS, GradientStatistics, _Part, number_of_zeros, reduce_over_model
 
 _BITS = 46
 """Bits of a square in units. 2^16 squares sum to 62 bits."""
@@ -40,24 +40,40 @@ class ExactStatistics(GradientStatistics):
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> Tensor:
         """Does what its base does. Waits for the device only if a model on a device has gradients on the host."""
+        return self._measure([grads], count_zeros)
+
+    def norms(self, rows: Sequence[Sequence[Tensor | None]]) -> Tensor:
+        """Returns the L2 norm of each row: tensors in the order of the parameters, with None where it has none.
+
+        Every rank has to call it. Starts as many all-reduces as `measure` does.
+
+        Returns:
+            `[len(rows)]` in double, on the device of this process.
+        """
+        return self._measure(rows, False)[:-1]
+
+    def _measure(self, rows: Sequence[Sequence[Tensor | None]], count_zeros: bool) -> Tensor:
+        """Returns the norm of each row, and the zeros of the first one."""
         device = current_device()
-        largest = torch.zeros((), dtype=torch.float64, device=device)
+        largest = torch.zeros(len(rows), dtype=torch.float64, device=device)
         for over, parts in self._by_model_group():
             for part in parts:
-                of_part = largest_magnitude(part.own_grads(grads), device)
+                of_part = torch.stack([largest_magnitude(part.own_grads(row), device) for row in rows])
                 for group in part.groups:
                     all_reduce_by_backend(of_part, group, what="the largest gradient", op=ReduceOp.MAX)
                 largest = torch.maximum(largest, of_part)
             reduce_over_model(largest, over, "the largest gradient", ReduceOp.MAX)
-        exponent = exponent_of_unit(largest)
+        exponents = exponent_of_unit(largest)
 
-        def sums_of(shards: list[Tensor]) -> Tensor:
-            zeros = number_of_zeros(shards).to(device) if shards and count_zeros else largest.new_zeros(())
-            return torch.cat([sum_of_squares(shards, exponent), zeros.long().view(1)])
+        def sums_of(part: _Part) -> Tensor:
+            shards = [part.own_grads(row) for row in rows]
+            zeros = number_of_zeros(shards[0]).to(device) if shards[0] and count_zeros else largest.new_zeros(())
+            digits = [sum_of_squares(of_row, exponent) for of_row, exponent in zip(shards, exponents, strict=True)]
+            return torch.cat([*digits, zeros.long().view(1)])
 
-        total = self._add_up(grads, sums_of, torch.zeros(3, dtype=torch.int64, device=device))
-        norm = torch.where(sum_fits(largest), root_of_digits(total[:2], exponent), math.inf)
-        return torch.stack([norm, total[2].double()])
+        total = self._add_up(sums_of, torch.zeros(2 * len(rows) + 1, dtype=torch.int64, device=device))
+        norms = torch.where(sum_fits(largest), root_of_digits(total[:-1].view(-1, 2).T, exponents), math.inf)
+        return torch.cat([norms, total[-1:].double()])
 
 
 def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -102,7 +118,11 @@ def sum_of_squares(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
 
 
 def root_of_digits(digits: Tensor, exponent: Tensor) -> Tensor:
-    """Returns the square root of a sum of `sum_of_squares`, 0-dim in double, rounded once."""
+    """Returns the square root of a sum of `sum_of_squares`, in double, rounded once.
+
+    Args:
+        digits: `[2, ...]`, or of several sums with an exponent each.
+    """
     high, low = digits.unbind()
     high, low = high + (low >> _LOW_BITS), low & _LOW  # now both are exact in double
     return (high.double() * float(1 << _LOW_BITS) + low.double()).sqrt() * power_of_two(exponent // 2)

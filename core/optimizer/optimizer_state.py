@@ -96,7 +96,9 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         self.config = config
         self.rule, self.optimizer = rule, rule.optimizer
         self.grad_scaler = grad_scaler
-        self._params, self._model_groups = params, groups
+        self._params = params
+        self.model_groups = groups
+        """The groups of the model."""
         # Detects writes to parameters in low precision by other code. Updates, loads and `reload_model_params` report
         # to it that masters and parameters agree.
         self._written_params = WrittenParams(params)
@@ -219,7 +221,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         self.finish_step()
         numbers = {p.name: self.rule.numbers_of(p.main) for p in self._params}
         groups = groups_to_json(self.param_groups, self._names_of_mains())
-        of_stages = pipeline_ranks(self._model_groups).all_gather((numbers, groups))
+        of_stages = pipeline_ranks(self.model_groups).all_gather((numbers, groups))
         numbers = {name: of_param for of_stage, _ in of_stages for name, of_param in of_stage.items()}
         groups = [group for _, of_stage in of_stages for group in of_stage]
         scalars = scalars_of(numbers, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
@@ -244,7 +246,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         if self.average is not None and "num_averaged" not in scalars:
             raise CheckpointError("the checkpoint holds no averaged weights; build AveragedWeights after loading it")
         foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
-        if foreign_names and pipeline_ranks(self._model_groups).size == 1:  # other stages have other parameters
+        if foreign_names and pipeline_ranks(self.model_groups).size == 1:  # other stages have other parameters
             raise CheckpointError(
                 f"the optimizer state names parameters that this model does not have: {', '.join(foreign_names[:5])}; "
                 "load the checkpoint of this model"

@@ -137,7 +137,7 @@ the file."""
 
 PRESETS = {
     values["name"]: Hardware(**values)
-    for values in json.loads(Path(__file__).with_name("hardware.json").read_text("utf-8"))
+    for values in json.loads(Path(device.__file__).with_name("hardware.json").read_text("utf-8"))
 }
 """By name, in the form that `calibrate` writes."""
 

@@ -7,7 +7,6 @@
     checkpointing       saves and loads the state of a run
     recovery            copies a run's state to memory after each step, and continues from it after a lost rank
     loop                the steps of a run, with StopRequest (launch.processes)
-    run_log             the log of a run
     memory_profile      measures memory over one step by category, and draws it
     launch/             starts ranks on one machine, keeps the survivors of a lost rank, and reports failures
 

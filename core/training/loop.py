@@ -9,23 +9,27 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from ..base.errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
+from ..run_log import RunLog
+from ..run_log.trackers import TensorBoard
 from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, CheckpointWriter, run_state, save_tokenizer, weights_hash
 from .config import PretrainConfig
 from .data import Batch, RunData, open_batches
 from .launch.generations import current_generation, report_step
+from .launch.messages import Generation
 from .launch.processes import StopRequest
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
 from .recovery import StepCopies
-from .run_log import RunLog
 from .state import TrainingState
-from .train_step import RunningStep, evaluate, train_step
+from .train_step import RunningStep, StepResult, evaluate, train_step
 
+MODEL_FILE = "model.html"
 PROFILED_ITERATION = 3
 """The iteration whose memory is measured on request: the optimizer has its state and the wrapper its buffers by
 then."""
@@ -79,7 +83,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         chunk.train()
     with (
         StopRequest() as request,
-        RunLog(config, folder, begun_at, is_writer=is_writer) as log,
+        _open_log(state, config) as log,
         CheckpointWriter(config, folder) as writer,
         opened(data.train, config, state.consumed_samples, tree) as batches,
         StepCopies(partial(run_state, state, config), begun_at, config.run.copy_interval) as copies,
@@ -87,7 +91,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         if generation is None or not generation.lost:
-            log.model(state.model, num_microbatches)
+            _show_model(log, state, num_microbatches)
             if table := state.optimizer.describe():
                 log.message(table)
         reporter = _Reporter(state, log, writer)
@@ -101,23 +105,24 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             running = _profile_step(step, state, folder, log) if is_profiled and folder is not None else step()
             state.iteration += 1
             state.consumed_samples += batch_size
-            stop = reporter.take(running, batch_size * config.data.seq_length)
+            stop = reporter.take(running)
             if _is_due(state.iteration, config.run.log_weights_hash):
                 reporter.note_hash(weights_hash(state))
             is_last = state.iteration == last
             validates = data.valid is not None and (is_last or _is_due(state.iteration, config.run.eval_interval))
             saves = folder is not None and (is_last or _is_due(state.iteration, config.checkpoint.save_interval))
-            if stop or validates or saves or is_last or copies.is_due(state.iteration):
+            if stop or validates or saves or is_last or copies.is_due(state.iteration) or config.run.log_layer_norms:
                 stop = reporter.finish() or stop
             copies.start(state.iteration)
             if generation is not None and generation.lost and state.iteration == begun_at + 1:
-                log.lost_rank(state.iteration, generation, time.time() - generation.lost_at)
+                _report_lost_rank(log, state.iteration, generation)
             stop &= not is_last
             if data.valid is not None and validates and not stop:
                 with open_batches(data.valid, config) as validation:
                     num_batches = config.run.eval_iters * num_microbatches
                     validation_loss = evaluate(state.chunks, validation, num_batches, num_microbatches)
-                log.validation(state.iteration, validation_loss)
+                log.log(state.iteration, validation_loss=validation_loss)
+                log.message(f"iteration {state.iteration}: validation loss {validation_loss:.4f}")
             if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
             report_step(state.iteration, time.monotonic() - step_begun)
@@ -127,6 +132,44 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
     return Outcome(
         iteration=state.iteration, validation_loss=final_loss, checkpoint=writer.last_folder, stopped_by=stopped_by
     )
+
+
+def _open_log(state: TrainingState, config: PretrainConfig) -> RunLog:
+    """Opens the log, in the run's folder, in TensorBoard's, and in trackers."""
+    first, folder, tensorboard = state.iteration + 1, config.checkpoint.folder, config.run.tensorboard_dir
+    trackers: list[Any] = [*config.run.trackers]
+    if tensorboard is not None and dist.get_rank() == 0:
+        trackers.append(TensorBoard(tensorboard, first))
+    return RunLog(
+        folder,
+        steps=range(first, config.run.train_iters + 1),
+        every=config.run.log_interval,
+        trackers=trackers,
+        model=state.chunks,
+        optimizer=state.optimizer,
+        tokens_per_step=config.global_batch_size(dist.get_world_size()) * config.data.seq_length,
+        layer_norms=config.run.log_layer_norms,
+        average_loss=False,  # it is the same on all ranks
+        curve=folder is not None,
+        settings=config.to_json(),
+    )
+
+
+def _show_model(log: RunLog, state: TrainingState, num_microbatches: int) -> None:
+    """Shows the description of the wrapped model, and writes it as a page, ``model.html``."""
+    if not log.is_writer:
+        return
+    log.message(state.model.describe(num_microbatches=num_microbatches))
+    if log.folder is not None:
+        page, target = state.model.describe("html", num_microbatches), log.folder / MODEL_FILE
+        log.files.write(target, partial(target.write_text, page, encoding="utf-8"))
+
+
+def _report_lost_rank(log: RunLog, iteration: int, generation: Generation) -> None:
+    """Writes which rank was lost before the step that ends here, and the seconds from its loss to now."""
+    seconds, ranks = time.time() - generation.lost_at, generation.world_size
+    log.log(iteration, lost=generation.lost, recovery_s=seconds, ranks=ranks)
+    log.message(f"iteration {iteration}: {generation.lost}; {seconds:.1f} s later on {ranks} ranks")
 
 
 def _no_batches(*_: object) -> AbstractContextManager[Iterator[Batch]]:
@@ -142,19 +185,6 @@ def _profile_step(step: Callable[[], RunningStep], state: TrainingState, folder:
     return running
 
 
-class Stopwatch:
-    """Seconds since it was made or last read."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()  # time of the construction or of the last `read`, which sets it
-
-    def read(self) -> float:
-        """Returns the seconds, never zero, and restarts."""
-        now = time.perf_counter()
-        seconds, self._start = max(now - self._start, 1e-9), now
-        return seconds
-
-
 class _Reporter:
     """Logs and checks each step when its result is known: while the next step is queued, or when the run needs it.
 
@@ -165,22 +195,20 @@ class _Reporter:
     def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter) -> None:
         self._state, self._log, self._writer = state, log, writer
         self._skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
-        # Seconds since the last step was taken. `take` and `restart_watch` restart it; the latter leaves out time that
-        # belongs to no step.
-        self._watch = Stopwatch()
-        # The last step, while it is not reported, with its iteration, tokens and seconds. `take` sets it, `_report`
-        # clears it.
-        self._waiting: tuple[RunningStep, int, int, float] | None = None
+        # Steps that were skipped since the last line of the log. `_report` counts, and clears it with a line.
+        self._num_skipped = 0
+        # The last step, while it is not reported, with its iteration and seconds. `take` sets it, `_report` clears it.
+        self._waiting: tuple[RunningStep, int, float] | None = None
         # The hash of the weights after that step; None if it was not asked for. `note_hash` sets it, `_report` clears
         # it.
         self._hash: str | None = None
 
-    def take(self, running: RunningStep, num_tokens: int) -> bool:
+    def take(self, running: RunningStep) -> bool:
         """Takes the step of the current iteration, and reports the one before it. Returns whether that says to
         stop."""
-        seconds = self._watch.read()
+        seconds = self._log.restart()
         stop = self._report(0.0)
-        self._waiting = (running, self._state.iteration, num_tokens, seconds)
+        self._waiting = (running, self._state.iteration, seconds)
         return stop
 
     def note_hash(self, weights_hash: str) -> None:
@@ -192,23 +220,41 @@ class _Reporter:
         """Waits for the last step and reports it. Returns whether it says to stop."""
         if self._waiting is not None:
             self._waiting[0].result()
-        return self._report(self._watch.read())
+        return self._report(self._log.restart())
 
     def restart_watch(self) -> None:
-        self._watch.read()
+        self._log.restart()
 
     def _report(self, waited_s: float) -> bool:
         if self._waiting is None:
             return False
-        (running, iteration, num_tokens, seconds), self._waiting = self._waiting, None
-        weights_hash, self._hash = self._hash, None
+        (running, iteration, seconds), self._waiting = self._waiting, None
+        hashed, self._hash = self._hash, None
         result = running.result()
-        self._log.step(iteration, result, num_tokens=num_tokens, seconds=seconds + waited_s, weights_hash=weights_hash)
+        self._log_step(iteration, result, seconds + waited_s, hashed)
         if result.stop:
             self._writer.finish()  # raises on all ranks if the failed checkpoint is the reason
         self._skips.note(iteration, result.has_update)
         self._state.skipped_steps = self._skips.in_a_row
         return result.stop
+
+    def _log_step(self, iteration: int, result: StepResult, seconds: float, hashed: str | None) -> None:
+        """Records a step. A hash of the weights has a line in any case."""
+        self._num_skipped += not result.has_update
+        hashes: dict[str, Any] = {} if hashed is None else {"weights_hash": hashed}
+        values: dict[str, Any] = {
+            "grad_norm": result.grad_norm,
+            "num_zeros": result.num_zeros,
+            "loss_scale": result.loss_scale,
+            "skipped": self._num_skipped,
+            **result.experts,
+        }
+        if self._log.step(iteration, result.loss, lr=result.lr, seconds=seconds, **values, **hashes):
+            self._num_skipped = 0
+        elif hashes:
+            self._log.log(iteration, **hashes)
+        if hashes:
+            self._log.message(f"iteration {iteration}: weights {hashed}")
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

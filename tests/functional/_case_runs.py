@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from corpus import prepare
 
-from core.training.run_log import read_log
+from core.run_log import read_log
 from tests.functional._cases import Case, Leg, merged_flags
 from tests.functional._golden import METRICS, Golden, rounded
 from tests.gpu_machine import gpu_slug

@@ -22,8 +22,8 @@ from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.planner.hardware import PRESETS, find_hardware
 from core.planner.recorder import Ranks, Transfer, Work
+from core.run_log import read_log
 from core.tokenizers import MegatronTokenizer, load_tokenizer
-from core.training.run_log import read_log
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import save_weights
 from examples.gpt.run_model import load_run_model

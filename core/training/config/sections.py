@@ -276,6 +276,14 @@ class RunConfig:
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard's event files."""
 
+    trackers: tuple[str, ...] = ()
+    """Trackers that get the numbers of the log too: wandb, mlflow, trackio, or tensorboard in the run's folder. The
+    name of that folder is the project's, unless an environment variable of the package says otherwise."""
+
+    log_layer_norms: bool = False
+    """Log the norms of gradient, update and weight of each layer, the same on any number of ranks and under any
+    wrapper. The steps that are logged take longer, and a copy of the shards that a rank updates."""
+
     profile_memory: bool = False
     """Measure the memory of the run's third iteration on the first rank by category, and draw it: memory.png and
     memory.json in the run's folder. That iteration takes longer."""

@@ -16,7 +16,7 @@ _AVERAGED = "tests/unit/optimizer/test_averaged_weights.py"
 MUTATIONS = (
     Mutation(
         "ranks round the squares of a global batch's gradient to units of their own",
-        "core.optimizer.exact_sums.ExactStatistics.measure",
+        "core.optimizer.exact_sums.ExactStatistics._measure",
         r"all_reduce_by_backend\(of_part, .*\)",
         "pass",
         (f"{REPRODUCIBLE}[8 micro-batches-fsdp2-2]",),

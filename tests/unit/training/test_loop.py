@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from core.base.errors import OptimizerError
-from core.training.loop import LIMIT, SkippedSteps, Stopwatch
+from core.training.loop import LIMIT, SkippedSteps
 
 
 def test_the_first_is_warned_of_and_a_row_ends_the_run():
@@ -27,10 +27,3 @@ def test_with_a_dynamic_loss_scale_it_is_normal():
         warnings.simplefilter("error")
         for iteration in range(2 * LIMIT):
             skipped.note(iteration, False)
-
-
-def test_a_stopwatch_starts_again_when_read(monkeypatch):
-    now = iter([1.0, 3.0, 3.5])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = Stopwatch()
-    assert (watch.read(), watch.read()) == (2.0, 0.5)

@@ -1,0 +1,266 @@
+"""One object that a training loop calls once a step: `RunLog`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..base.errors import CheckpointError, ConfigError, import_extra
+from ..base.files import make_folders, write_durably
+from ..base.text import first_line
+from ..dist_checkpointing.agreement import Ranks
+from ..optimizer.layer_norms import LayerNorms
+from .display import Display
+from .figures import Figures, Leads, device_peak_flops, memory_kind, model_flops_per_token
+from .files import CURVE, CURVE_FILE, LOG_FILE, LinesFile, OptionalFiles, draw_loss_curve
+from .trackers import Tracker, open_tracker
+
+Value = float | int | str | Tensor | None
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """The log of a run, for a loop of any kind. Every rank makes one and calls `step`; the first rank alone writes.
+
+    ::
+
+        log = RunLog("runs/mine", steps=range(1000), trackers=["wandb"], model=model, optimizer=optimizer)
+        for step in range(1000):
+            ...
+            log.step(step, loss, tokens=batch.numel() * world_size)
+        log.close()
+
+    A logged step has a line in ``log.jsonl``, in each tracker, and on standard error where that is no terminal; a
+    terminal has a bar of at most 80 columns. The line has, where they are known:
+
+    * ``loss``: the mean since the line before. ``lr``: the largest rate that the last update took.
+    * ``step_s``: seconds of a step. ``tokens_per_s``: of all ranks. ``mfu``: the share of `peak_flops` that the
+      model's operations take.
+    * ``memory_bytes``: the largest peak of a rank: of torch's allocator on GPUs, else of the process in RAM.
+    * ``skew`` and ``slowest_rank``: the longest time of a rank from the end of a step to the end of the first forward
+      after it, divided by the mean, and whose it is. Until then no rank waits for the gradients of others.
+    * ``grad_norm/LAYER``, ``update_norm/LAYER``, ``weight_norm/LAYER``: see `core.optimizer.layer_norms`.
+    * what `step` is given besides.
+
+    Between logged steps nothing is sent and no device is waited for. At a logged step ranks exchange four numbers, and
+    the first rank reads them from its device.
+
+    Args:
+        folder: where ``log.jsonl`` is, and what else is asked for; None writes no files.
+        steps: the numbers of the loop's steps, `range(first, end)`. A run that goes on begins with the first step it
+            makes: later lines of the run before are removed. None: the number of steps is unknown.
+        every: the steps whose number this divides are logged, and the last one.
+        trackers: names, ``tensorboard``, ``wandb``, ``mlflow`` or ``trackio``, or objects with `Tracker`'s methods.
+        model: what the loop calls, or several pipeline stages, for ``skew`` and ``mfu``.
+        optimizer: what makes the updates, for ``lr`` and norms.
+        tokens_per_step: over all ranks, unless `step` is given them.
+        flops_per_token: the model's operations, by default 6 times its parameters. Give it for a model with experts.
+        peak_flops: of one device; by default a datasheet's, if it is known.
+        layer_norms: measure the norms of each layer in logged steps.
+        average_loss: whether losses of ranks are averaged, or are equal already.
+        curve: draw ``loss.png`` at the end.
+        settings: of the run, written to ``config.json`` and handed to trackers.
+        group: the ranks of the run; None means all.
+
+    Raises:
+        ConfigError, MissingExtraError, CheckpointError: on all ranks: an argument out of its range, a tracker that
+            does not start or whose package is missing, or a folder that has another file of such a name.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        steps: range | None = None,
+        every: int = 10,
+        trackers: Sequence[str | Tracker] = (),
+        model: nn.Module | Sequence[nn.Module] = (),
+        optimizer: Optimizer | None = None,
+        tokens_per_step: int = 0,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        layer_norms: bool = False,
+        average_loss: bool = True,
+        curve: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        ranks = Ranks(group, error=ConfigError)
+        self.is_writer = ranks.is_first
+        self.folder = Path(folder) if folder is not None and self.is_writer else None
+        self._every, self._steps, self._curve, self._tokens_per_step = every, steps, curve, tokens_per_step
+        self._lr: Any = None
+        """Largest learning rate of the last update; None without an optimizer. A hook of its step sets it."""
+        self._lines: LinesFile | None = None
+        self._trackers: list[tuple[str, Tracker]] = []
+        self.files = OptionalFiles(self.message)
+        """Writes the files, and keeps those pending that could not be written."""
+        self._display = Display(None if not steps or not isinstance(steps, range) else steps[-1], memory_kind())
+        ranks.on_all(partial(self._open, trackers, optimizer, layer_norms, settings))
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        self._leads = Leads(chunks[0]) if len(chunks) == 1 and ranks.size > 1 else None
+        self._norms = LayerNorms(optimizer, chunks) if layer_norms and optimizer is not None else None
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._note_rate)
+        operations = model_flops_per_token(chunks) if flops_per_token is None and chunks else flops_per_token
+        peak = peak_flops or device_peak_flops()
+        self._figures = Figures(
+            None if ranks.size == 1 else group or dist.group.WORLD,
+            averages=average_loss,
+            flop_share=operations / peak / ranks.size if operations and peak else None,
+            leads=self._leads,
+        )
+        self._watch = time.perf_counter()
+        """When the last step ended. `restart` sets it."""
+        self._begin(steps[0] if steps else 0)
+
+    def _open(
+        self,
+        trackers: Sequence[str | Tracker],
+        optimizer: Optimizer | None,
+        layer_norms: bool,
+        settings: Mapping[str, Any] | None,
+    ) -> None:
+        """Checks the arguments, and on the first rank opens files and trackers."""
+        if not (isinstance(self._steps, range) or self._steps is None):
+            raise ConfigError(
+                f"steps is {self._steps!r}; give the range that the loop runs over, for example range(1000)"
+            )
+        if self._every < 1:
+            raise ConfigError(f"every is {self._every}; give 1 for a line each step, or more")
+        if layer_norms and optimizer is None:
+            raise ConfigError("layer_norms needs the optimizer whose steps are measured; give optimizer")
+        if not self.is_writer:
+            return
+        first = self._steps.start if self._steps else 0
+        if self._curve:
+            import_extra("matplotlib.figure", "trackers", CURVE)  # raise now if it is missing, not after the training
+        if self.folder is not None:
+            make_folders(self.folder)
+            self._lines = LinesFile(self.folder / LOG_FILE, first)
+            if (target := self.folder / "config.json").is_dir():
+                raise CheckpointError(f"{target} is a folder, and a run's settings are written there; move it away")
+            if settings is not None:
+                self.files.write(target, partial(write_durably, target, json.dumps(settings, indent=1)))
+        for tracker in trackers:
+            name = tracker if isinstance(tracker, str) else type(tracker).__name__
+            self._trackers.append((name, open_tracker(tracker, self.folder, first, settings)))
+
+    def step(
+        self,
+        step: int,
+        loss: float | Tensor | None = None,
+        *,
+        lr: float | None = None,
+        tokens: int | None = None,
+        seconds: float | None = None,
+        **values: Value,
+    ) -> bool:
+        """Records a step that was made. Every rank calls it, after the optimizer's step. Returns whether it is logged.
+
+        Args:
+            step: its number; numbers increase.
+            loss: of this rank, a number or a tensor of any device, whose elements are averaged. It is not read before
+                a logged step.
+            lr: the learning rate; by default the optimizer's in its last step.
+            tokens: of this step over all ranks; by default `tokens_per_step`.
+            seconds: the time of this step; by default since the last `step` or `restart`.
+            values: more numbers by name. Of a step that is not logged they are dropped.
+
+        Raises:
+            OutOfStepError: not all ranks called it for a logged step.
+        """
+        seconds = self.restart() if seconds is None else seconds
+        self._figures.add(loss, self._tokens_per_step if tokens is None else tokens, seconds)
+        line, is_due = None, self._is_due(step)
+        if is_due:
+            if lr is not None or self._lr is not None:
+                values = {"lr": self._lr if lr is None else lr, **values}
+            line = self._figures.take(values, self._norms, reads=self.is_writer)
+            self._write(step, line)
+        if self.is_writer:
+            self._display.step(step, line)
+        self._begin(step + 1)
+        return is_due
+
+    def log(self, step: int, **values: Value) -> None:
+        """Writes a line of its own, for example of a validation: ``log.log(step, validation_loss=loss)``."""
+        if self.is_writer:
+            self._write(step, {n: value.item() if isinstance(value, Tensor) else value for n, value in values.items()})
+
+    def restart(self) -> float:
+        """Leaves the time since the last step out of the next one's, for example a validation's. Returns it."""
+        now = time.perf_counter()
+        seconds, self._watch = max(now - self._watch, 1e-9), now
+        return seconds
+
+    def message(self, text: str) -> None:
+        """Shows text on the first rank, above the progress bar."""
+        if self.is_writer:
+            self._display.message(text)
+
+    def close(self) -> None:
+        """Writes what waits, draws the curve of the whole run, earlier parts included, and ends the trackers."""
+        self._close(has_ended=True)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._close(has_ended=kind is None)  # after an error, leave its message as the last one
+
+    def _close(self, *, has_ended: bool) -> None:
+        if self._leads is not None:
+            self._leads.close()
+        if self._norms is not None:
+            self._norms.is_on = False
+        if not self.is_writer:
+            return
+        self._display.close()
+        for _, tracker in self._trackers:
+            with suppress(Exception):  # a server that is away
+                tracker.finish()
+        if self.folder is not None and self._curve and has_ended:
+            log, curve = self.folder / LOG_FILE, self.folder / CURVE_FILE
+            self.files.write(curve, lambda: draw_loss_curve(log, curve))
+        self.files.retry()
+        if self.files.waiting:
+            self.message(f"warning: not written: {', '.join(map(str, self.files.waiting))}")
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._every == 0 or bool(self._steps and step == self._steps[-1])
+
+    def _begin(self, step: int) -> None:
+        """Prepares the measurements of the next step."""
+        if self._norms is not None:
+            self._norms.is_on = self._is_due(step)
+        if self._leads is not None:
+            self._leads.begin()
+
+    def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
+        self._lr = max(group["lr"] for group in optimizer.param_groups)
+
+    def _write(self, step: int, line: Mapping[str, Any]) -> None:
+        """Writes a line to the file and trackers, which the first rank has."""
+        # JSON has no NaN: a number that is not finite becomes null.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        if self._lines is not None:
+            self._lines.add({"step": step, **finite})
+            self.files.write(self._lines.path, self._lines.write)
+        numbers = {k: v for k, v in finite.items() if v is not None and not isinstance(v, str)}
+        for name, tracker in self._trackers:
+            self.files.write(f"tracker {name}", partial(_track, tracker, numbers, step))
+        self.files.retry()
+
+
+def _track(tracker: Tracker, numbers: dict[str, Any], step: int) -> None:
+    try:
+        tracker.log(numbers, step=step)
+    except Exception as error:  # a server that is away ends no training
+        raise error if isinstance(error, OSError) else OSError(first_line(error)) from error
