@@ -72,6 +72,9 @@ PUBLIC = {
 }
 """Packages and modules whose names users import, in groups. Each has a page."""
 
+ALSO_SHOWN = {"core.distributed": ("core.distributed.data_parallel_base._BaseDataParallel",)}
+"""What a package's page shows besides its public names: what `wrap_model` returns has Megatron-LM's name."""
+
 _LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)")
 """A link to a file of the repository, and its anchor."""
 
@@ -113,7 +116,8 @@ def place_of(path: str) -> str:
 def on_files(files: Files, config: Any) -> Files:
     """Adds generated pages, and the files that pages link to."""
     for name in (name for names in PUBLIC.values() for name in names):
-        files.append(File.generated(config, _page_of(name), content=f"# {name}\n\n::: {name}\n"))
+        shown = "\n".join(f"::: {subject}\n" for subject in (name, *ALSO_SHOWN.get(name, ())))
+        files.append(File.generated(config, _page_of(name), content=f"# {name}\n\n{shown}"))
     files.append(File.generated(config, "flags.md", content=flags.page()))
     waiting, seen = ["README.md", OVERVIEW, *(f"docs/{file.src_uri}" for file in files.documentation_pages())], set()
     while waiting:
