@@ -1,77 +1,156 @@
 """Makes a site of the pages of this folder, which are plain Markdown for GitHub too; `make docs` calls it.
 
-The order of pages is that of the links in README.md. A page for each public package is generated from its docstrings,
-and a file of the repository that a page links to is put next to the pages.
+The first page is the repository's README.md. Sections, groups and titles are those of README.md here. Pages of flags and
+of packages are generated, so that they cannot go stale. A file of the repository that a page links to is put next to
+the pages.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+import flags
 from mkdocs.structure.files import File, Files
 
-HERE = Path(__file__).parent
-PUBLIC = (
-    "core.distributed",
-    "core.optimizer",
-    "core.optimizer.averaged_weights",
-    "core.dist_checkpointing.run_state",
-    "core.optimizer_param_scheduler",
-    "core.weights",
-    "core.models.gpt",
-    "core.transformer",
-    "core.transformer.moe",
-    "core.tensor_parallel",
-    "core.pipeline_parallel",
-    "core.dist_checkpointing",
-    "core.verify",
-    "core.planner",
-    "core.diagnostics",
-    "core.adapters.accelerate",
-    "core.adapters.lightning",
-    "core.adapters.megatron_lm",
-    "core.adapters.torchtitan",
-    "core.adapters.nemo",
-    "core.adapters.oumi",
-    "core.adapters.optimus",
-    "core.adapters.ml",
-    "core.base.errors",
-)
-"""Packages whose names users import."""
+import core
 
-_OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
-"""A link to a file of the repository, outside of this folder."""
+REPOSITORY = Path(__file__).parent.parent
+OVERVIEW = "docs/README.md"
+PLACES = {"README.md": "index.md", OVERVIEW: "all-pages.md"}
+"""Where pages of the repository are on the site, if elsewhere than at their path, without `docs/`."""
+
+PUBLIC = {
+    "Wrappers": ("core.distributed", "core.parallel_state", "core.verify", "core.planner", "core.diagnostics"),
+    "Optimizers": (
+        "core.optimizer",
+        "core.optimizer.averaged_weights",
+        "core.optimizer_param_scheduler",
+    ),
+    "Checkpoints and weights": ("core.dist_checkpointing", "core.weights"),
+    "Models": (
+        "core.models.gpt",
+        "core.transformer",
+        "core.transformer.moe",
+        "core.tensor_parallel",
+        "core.pipeline_parallel",
+    ),
+    "Training": (
+        "core.training",
+        "core.training.config",
+        "core.training.state",
+        "core.training.train_step",
+        "core.training.loop",
+        "core.training.checkpointing",
+        "core.training.recovery",
+        "core.training.launch",
+        "core.training.launch.entry",
+        "core.training.launch.generations",
+        "core.rendezvous.default_group",
+        "core.base.device",
+        "core.base.errors",
+    ),
+    "Data": (
+        "core.datasets",
+        "core.datasets.indexed_dataset",
+        "core.datasets.gpt_dataset",
+        "core.datasets.data_samplers",
+    ),
+    "Adapters": (
+        "core.adapters.accelerate",
+        "core.adapters.lightning",
+        "core.adapters.megatron_lm",
+        "core.adapters.torchtitan",
+        "core.adapters.nemo",
+        "core.adapters.oumi",
+        "core.adapters.optimus",
+        "core.adapters.ml",
+    ),
+}
+"""Packages and modules whose names users import, in groups. Each has a page."""
+
+ALSO_SHOWN = {"core.distributed": ("core.distributed.data_parallel_base._BaseDataParallel",)}
+"""What a package's page shows besides its public names: what `wrap_model` returns has Megatron-LM's name."""
+
+_LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)")
+"""A link to a file of the repository, and its anchor."""
 
 
 def on_config(config: Any) -> Any:
-    """Sets the order of pages: that of README.md, section by section, then decisions and packages."""
-    sections: list[Any] = ["README.md"]
-    listed = sections
-    for line in (HERE / "README.md").read_text().splitlines():
-        if line.startswith("## "):
-            listed = []
-            sections.append({line.removeprefix("## "): listed})
-        listed += re.findall(r"\]\(([a-z-]+\.md)\)", line)
-    decisions = [f"decisions/{path.name}" for path in sorted((HERE / "decisions").glob("*.md"))]
-    config.nav = [*sections, {"Decisions": decisions}, {"Packages": [{name: _page_of(name)} for name in PUBLIC]}]
+    """Sets what the navigation has, and the version in the title."""
+    config.nav = navigation((REPOSITORY / OVERVIEW).read_text(encoding="utf-8"))
+    config.site_name += f" {core.__version__}"
     return config
 
 
+def navigation(overview: str) -> list[Any]:
+    """Returns the navigation: sections and groups of the overview by its headings, with its links' texts as titles."""
+    sections: dict[str, list[Any]] = {}
+    entries: list[Any] = []
+    for line in overview.splitlines():
+        if line.startswith("## "):
+            entries = sections[line.removeprefix("## ")] = []
+            group = entries
+        elif line.startswith("### "):
+            group = []
+            entries.append({line.removeprefix("### "): group})
+        for title, path in re.findall(r"\[([^]]+)\]\(([^)#:]+\.md)\)", line):
+            group.append({title: place_of(posixpath.normpath(f"docs/{path}"))})
+    first, *_ = sections
+    sections[first] = [PLACES["README.md"], *sections[first], {"All pages": PLACES[OVERVIEW]}]
+    decisions = sorted(path.name for path in (REPOSITORY / "docs/decisions").glob("[0-9]*.md"))
+    sections["Testing"].append({"Decisions": ["decisions/README.md", *(f"decisions/{name}" for name in decisions)]})
+    sections["Reference"].insert(0, {"Flags": "flags.md"})
+    sections["Reference"] += [{group: [{name: _page_of(name)} for name in names]} for group, names in PUBLIC.items()]
+    return [{title: pages} for title, pages in sections.items()]
+
+
+def place_of(path: str) -> str:
+    """Returns where a file of the repository is on the site."""
+    return PLACES.get(path, path.removeprefix("docs/"))
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Adds a page for each public package, and the files that pages link to."""
-    for name in PUBLIC:
-        files.append(File.generated(config, _page_of(name), content=f"# {name}\n\n::: {name}\n"))
-    for page in HERE.glob("*.md"):
-        for path in _OUTSIDE.findall(page.read_text()):
-            files.append(File.generated(config, path, abs_src_path=str(HERE.parent / path)))
+    """Adds generated pages, and the files that pages link to."""
+    for name in (name for names in PUBLIC.values() for name in names):
+        shown = "\n".join(f"::: {subject}\n" for subject in (name, *ALSO_SHOWN.get(name, ())))
+        files.append(File.generated(config, _page_of(name), content=f"# {name}\n\n{shown}"))
+    files.append(File.generated(config, "flags.md", content=flags.page()))
+    waiting, seen = ["README.md", OVERVIEW, *(f"docs/{file.src_uri}" for file in files.documentation_pages())], set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen or not (REPOSITORY / path).is_file():
+            continue
+        seen.add(path)
+        if files.get_file_from_path(place_of(path)) is None:
+            files.append(File.generated(config, place_of(path), abs_src_path=str(REPOSITORY / path)))
+        if path.endswith(".md"):
+            text = (REPOSITORY / path).read_text(encoding="utf-8")
+            waiting += [_target(path, link) for link, _ in _LINK.findall(text)]
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turns links to files of the repository into links to their copies."""
-    return _OUTSIDE.sub(r"](\1)", markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns links between files of the repository into links between their places on the site."""
+    source = {place: path for path, place in PLACES.items()}.get(page.file.src_uri)
+    if source is None:
+        source = page.file.src_uri if page.file.generated_by else f"docs/{page.file.src_uri}"
+    folder = posixpath.dirname(page.file.src_uri) or "."
+
+    def moved(link: re.Match[str]) -> str:
+        target = _target(source, link[1])
+        if not (REPOSITORY / target).exists():  # of a generated page, or no link but code
+            return link[0]
+        place = place_of(target)
+        return f"]({posixpath.relpath(place, folder)}{link[2] or ''})"
+
+    return _LINK.sub(moved, markdown)
+
+
+def _target(page: str, link: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
 def _page_of(package: str) -> str:

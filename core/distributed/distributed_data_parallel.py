@@ -149,9 +149,9 @@ class DistributedDataParallel(_BaseDataParallel):
         ]
 
     @property
-    def buffers(self) -> _BufferList:
+    def buffers(self) -> BufferList:
         """The flat buffers, in a list, but for those of experts. Calling it returns torch's ``Module.buffers()``."""
-        return _BufferList(self._views(False), lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
+        return BufferList(self._views(False), lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
 
     @property
     def expert_parallel_buffers(self) -> list[ParamAndGradBuffer]:
@@ -208,7 +208,9 @@ class ParamAndGradBuffer:
         }
 
 
-class _BufferList(list[ParamAndGradBuffer]):
+class BufferList(list[ParamAndGradBuffer]):
+    """The flat buffers of a wrapper. Calling the list returns torch's ``Module.buffers()``."""
+
     def __init__(self, items: list[ParamAndGradBuffer], torch_buffers: Callable[..., Iterator[Tensor]]) -> None:
         super().__init__(items)
         # Fixed: torch's ``Module.buffers`` of the wrapper. The list lives as long as its reader keeps it.

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/hugging_face/trainer.py [--strategy optim_grads_params] [--out runs/trainer]
 
-One process, `python examples/hugging_face/trainer.py`, computes the same. Needs `pip install 'shardstack[hf]'`.
+One process, `python examples/hugging_face/trainer.py`, computes the same. Needs `pip install '.[hf]'`.
 """
 
 from __future__ import annotations

@@ -4,31 +4,58 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit._program import REPOSITORY, programs_in, run_scripts
+from tests.unit._program import REPOSITORY, Ended, program_environment, programs_in, run_program
 
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+FRAGMENT = "# Fragment: "
+"""How a block begins that does not run alone; test_docs_fragments.py runs those."""
+PRELUDES = {"torchtitan": "from tests.unit.adapters._titan import import_models\n\nimport_models()\n"}
+"""What lets a package be imported that needs more than the tests install."""
 DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
 
 
-def _is_whole(program: str) -> bool:
-    return program.lstrip().startswith("import ")
+def _blocks() -> list[Any]:
+    """Returns every Python block that says nothing of being a fragment, by its page and number."""
+    pages = [REPOSITORY / "README.md", REPOSITORY / "examples" / "gpt" / "README.md", *PAGES]
+    numbered = [(page, *block) for page in pages for block in enumerate(programs_in(page))]
+    return [
+        pytest.param(program, id=f"{page.relative_to(REPOSITORY).with_suffix('')}-{number}")
+        for page, number, program in numbered
+        if not program.startswith(FRAGMENT)
+    ]
 
 
-def test_the_programs_run(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("lightning")
-    whole = [program for page in PAGES for program in programs_in(page) if _is_whole(program)]
-    without = {"README", "functional-cases", "mutations", "coming-from-megatron-lm"}  # whose script needs a model
-    without |= {"megatron-signatures", "megatron-pretrain-script", "runs", "contract", "silent-errors", "compositions"}
-    without |= {"wrappers", "what-it-costs", "fully-sharded", "reproducible", "torchtitan", "gpu-first"}
-    assert len(whole) == len([page for page in PAGES if page.stem not in without]) + 1  # checkpoints.md has two
-    ended = run_scripts(whole, tmp_path)
+@pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.long)], ids=["forked", "new"])
+@pytest.mark.parametrize("program", _blocks())
+def test_a_block_runs_as_printed(program: str, is_new: bool, tmp_path: Path) -> None:
+    """In a process and an empty folder of its own, and says that it did.
+
+    A forked process has modules of `core` already that a block could have forgotten to import; a new one has not.
+    """
+    packages = sorted(set(re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE)))
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    script, folder = tmp_path / "block.py", tmp_path / "empty"
+    script.write_text("".join(PRELUDES.get(package, "") for package in packages) + program)
+    folder.mkdir()
+    if is_new:
+        command = [sys.executable, script]
+        result = subprocess.run(command, cwd=folder, env=program_environment(), capture_output=True, text=True)
+        ended = Ended(result.returncode, result.stdout, result.stderr)
+    else:
+        ended = run_program(script, folder=folder)
     assert ended.status == 0, ended.err
+    assert ended.out.strip(), "it prints nothing, so that nobody sees whether it worked"
 
 
 @pytest.mark.parametrize("page", PAGES + DECISIONS, ids=lambda page: page.stem)
@@ -43,9 +70,10 @@ def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
-def test_every_page_is_in_the_order_of_reading() -> None:
-    linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", (REPOSITORY / "docs" / "README.md").read_text()))
-    assert linked == {page.name for page in PAGES} - {"README.md"}
+def test_the_overview_has_each_page_once() -> None:
+    """The site's navigation is made of it."""
+    linked = sorted(re.findall(r"\]\(([a-z-]+\.md)\)", (REPOSITORY / "docs" / "README.md").read_text()))
+    assert linked == [page.name for page in PAGES if page.name != "README.md"]
 
 
 def test_the_table_of_decisions_has_each_record() -> None:

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import ast
-import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader
 
-from core.distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    finalize_model_grads,
-    wrap_model,
-)
+from tests.functional.test_docs import FRAGMENT
 from tests.unit._program import REPOSITORY, programs_in, run_program
 from tests.unit._spawn import on_ranks
-from tests.unit.adapters.accelerate._trainers import fresh_accelerate, pad, samples, tiny, trainer_of
+from tests.unit.adapters.accelerate._trainers import fresh_accelerate, tiny, trainer_of
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-RUN_ELSEWHERE = {
-    "README": "test_readme.py",
-    "coming-from-megatron-lm": "test_megatron_script.py",
-    "torchtitan": "test_torchtitan.py",
-}
+RUN_ELSEWHERE = {"coming-from-megatron-lm": "test_megatron_script.py"}
 
 
 Context = dict[str, Any]
@@ -43,80 +27,28 @@ Context = dict[str, Any]
 
 
 @contextmanager
-def _zero3() -> Iterator[Context]:
-    settings = FullyShardedDataParallelConfig()
-    model = wrap_model(nn.Linear(4, 4), SimpleNamespace(), settings, process_group=dist.group.WORLD)
-    yield {"torch": torch, "model": model}
-
-
-@contextmanager
-def _reproducible() -> Iterator[Context]:
-    gpt = nn.Linear(4, 1)
-    yield {
-        "torch": torch,
-        "nullcontext": nullcontext,
-        "wrap_model": _wrap,
-        "steps": 2,
-        "count": 2,
-        "DistributedDataParallelConfig": DistributedDataParallelConfig,
-        "finalize_model_grads": finalize_model_grads,
-        "gpt": gpt,
-        "config": SimpleNamespace(gradient_accumulation_fusion=False),
-        "optimizer": SimpleNamespace(step=lambda: None),
-        "hash_of": lambda step, index: 10 * step + index,
-        "samples": lambda step, index: torch.full((2, 4), float(step + index)),
-        "loss_of": lambda model, samples: model(samples).mean(),
-    }
-
-
-def _wrap(*args: Any) -> nn.Module:
-    return wrap_model(*args, process_group=dist.group.WORLD)
-
-
-@contextmanager
 def _accelerate() -> Iterator[Context]:
-    from accelerate import Accelerator
-
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
 
-    model = tiny("llama", tied=True)
-    optimizer = torch.optim.AdamW(model.parameters())
     names = [tempfile.mkdtemp()]
     dist.broadcast_object_list(names, 0)
-    before = Path.cwd()
-    os.chdir(names[0])
     try:
         with fresh_accelerate():
-            yield {
-                "Accelerator": partial(Accelerator, cpu=True),
-                "ShardstackPlugin": ShardstackPlugin,
-                "use_shardstack": use_shardstack,
-                "trainer": trainer_of(tiny("llama", tied=True), names[0], None),
-                "model": model,
-                "optimizer": optimizer,
-                "loader": DataLoader(samples(6), batch_size=1, collate_fn=pad),
-                "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-            }
+            trainer = trainer_of(tiny("llama", tied=True), names[0], None)
+            yield {"ShardstackPlugin": ShardstackPlugin, "use_shardstack": use_shardstack, "trainer": trainer}
     finally:
-        os.chdir(before)
         dist.barrier()
         shutil.rmtree(names[0], ignore_errors=True)
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {
-    "fully-sharded": _zero3,
-    "reproducible": _reproducible,
     "trainer-and-accelerate": _accelerate,
 }
 
 
 def _fragments() -> list[tuple[str, str]]:
     found = [(page.stem, program) for page in PAGES for program in programs_in(page)]
-    return [(page, program) for page, program in found if not _imports(program) and page not in RUN_ELSEWHERE]
-
-
-def _imports(program: str) -> bool:
-    return any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(program).body)
+    return [(page, block) for page, block in found if block.startswith(FRAGMENT) and page not in RUN_ELSEWHERE]
 
 
 @pytest.mark.parametrize(("page", "program"), _fragments(), ids=lambda value: value if value in CONTEXTS else "")

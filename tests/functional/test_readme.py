@@ -1,20 +1,40 @@
-"""The lines of Python in README.md are those of examples/minimal.py, which runs."""
+"""The first page: its program trains as it is pasted, and its picture shows every wrapper."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.unit._program import REPOSITORY, programs_in, run_program
 
 EXAMPLE = REPOSITORY / "examples" / "minimal.py"
+README = REPOSITORY / "README.md"
 
 
-def test_the_readmes_lines_are_those_of_the_example() -> None:
-    (lines,) = programs_in(REPOSITORY / "README.md")
-    imports, loop = lines.split("\n\n")
-    program = EXAMPLE.read_text()
-    assert set(imports.splitlines()) <= set(program.splitlines())
-    assert loop in program and len(lines.splitlines()) <= 15
+@pytest.mark.parametrize("page", [README, REPOSITORY / "docs" / "reproducible.md"], ids=lambda page: page.stem)
+def test_the_program_prints_the_same_on_any_ranks(page: Path, tmp_path: Path) -> None:
+    (program,) = programs_in(page)
+    (tmp_path / "train.py").write_text(program)
+    alone, launched = (run_program(tmp_path / "train.py", folder=tmp_path, ranks=ranks) for ranks in (0, 2))
+    assert (alone.status, launched.status) == (0, 0), alone.err + launched.err
+    assert len(alone.out.splitlines()) >= 3 and alone.out == launched.out
+
+
+def test_the_first_link_is_to_your_own_script() -> None:
+    first = re.search(r"(?<!!)\[[^]]*\]\(([^)]+)\)", re.sub(r"!\[[^]]*\]\([^)]*\)", "", README.read_text()))
+    assert first is not None and first[1] == "docs/own-script.md"
+
+
+def test_the_picture_shows_every_wrapper_of_the_table() -> None:
+    picture = re.search(r"!\[([^]]*)\]\(docs/what-a-rank-holds.svg\)", README.read_text())
+    assert picture is not None
+    shown = dict(re.findall(r"(DDP|ZeRO-\d|FSDP2) (\d+)", picture[1]))
+    named = {"DDP", *re.findall(r"\((ZeRO-\d|FSDP2)\)", README.read_text().partition("## Which wrapper")[2])}
+    assert shown.keys() == named and len(named) == 5
+    bars = (REPOSITORY / "docs" / "what-a-rank-holds.svg").read_text().partition('id="text_')[2]
+    assert all(f"<!-- {name} -->" in bars for name in named)
 
 
 def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import html
 import importlib
 import importlib.util
 import inspect
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 import types
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import pytest
 
+import core
 from core.base.errors import MissingExtraError
-from tests.unit._program import LIMIT_S, REPOSITORY
+from core.distributed.fully_sharded_data_parallel_config import FSDP2
+from core.training.config import section_types
+from tests.functional._browser import browser, problems_of
+from tests.unit._program import LIMIT_S, REPOSITORY, run_program
+
+TABS = ("Get started", "How-to", "Concepts", "Reference", "Testing")
 
 
 def _public() -> tuple[str, ...]:
     """Returns the packages that docs/site.py makes pages of; read without mkdocs, which `make test-gpu` may not
     have."""
-    source = (REPOSITORY / "docs" / "site.py").read_text()
-    return tuple(re.findall(r'^    "(core\.[\w.]+)",$', source, re.MULTILINE))
+    statements = ast.parse((REPOSITORY / "docs" / "site.py").read_text()).body
+    (public,) = (
+        node.value for node in statements if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PUBLIC"
+    )
+    return tuple(name for names in ast.literal_eval(public).values() for name in names)
 
 
 def _module(name: str) -> types.ModuleType:
@@ -75,7 +89,7 @@ def test_a_constants_docstring_is_the_one_right_below_it() -> None:
 def test_every_public_name_has_a_docstring(package: str) -> None:
     module = _module(package)
     names = _names(module)
-    assert names and module.__doc__
+    assert (names or hasattr(module, "__path__")) and module.__doc__  # a package may have its names in its modules
     assert [name for name in names if not _is_documented(name, getattr(module, name))] == []
 
 
@@ -92,11 +106,14 @@ def test_every_package_with_public_names_has_a_page() -> None:
     assert packages - internal - set(_public()) == set()
 
 
-def test_it_builds_without_a_warning(tmp_path: Path) -> None:
-    for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, which builds without a warning."""
+    for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "cyclopts"):
         pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("built") / "site"
     ended = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=REPOSITORY,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -104,7 +121,90 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
         timeout=LIMIT_S,
     )
     assert ended.returncode == 0, ended.stderr
-    pages = {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
+    assert ended.stdout + ended.stderr == ""
+    return folder
+
+
+class _Page(HTMLParser):
+    """What a page of the site links to, and what it can be asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors = [""]
+        self.open: list[str] = []
+        self.loose = 0
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.anchors += filter(None, [given.get("id"), given.get("name") if tag == "a" else None])
+        self.links += filter(None, [given.get("href"), given.get("src")])
+        if tag == "div":
+            self.open.append(given.get("class") or "")
+        self.loose += tag == "pre" and not any("highlight" in kind.split() for kind in self.open)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "div":
+            self.open.pop()
+
+
+def test_every_page_of_docs_is_on_the_site(site: Path) -> None:
+    pages = {path.parent.name for path in site.rglob("index.html")}
     assert pages >= {page.stem for page in (REPOSITORY / "docs").glob("*.md")} - {"README"}
-    shown = (tmp_path / "site" / "packages" / "core.distributed" / "index.html").read_text()
+    assert {"flags", "gpt", "CONTRIBUTING", *_public()} <= pages
+    first = (site / "index.html").read_text()
+    assert all(f">\n  {tab}\n" in re.sub(r" +\n", "\n", re.sub(r"\n\s+", "\n  ", first)) for tab in TABS)
+    assert f"shardstack {core.__version__}" in first and "what-a-rank-holds.svg" in first
+
+
+def test_links_and_anchors_lead_somewhere(site: Path) -> None:
+    pages = {path: _Page(path) for path in site.rglob("index.html")}
+    assert len(pages) > 80
+    for path, page in pages.items():
+        for link in page.links:
+            place, _, anchor = unquote(link).partition("#")
+            if re.match(r"\w+:", place):
+                continue
+            target = (path.parent / place).resolve() if place else path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{path.relative_to(site)} links to {link}"
+            assert target not in pages or anchor in pages[target].anchors, f"{path.relative_to(site)} links to {link}"
+        assert not page.loose, f"{path.relative_to(site)} has a block of code that does not scroll"
+
+
+def test_a_long_signature_has_one_argument_a_line(site: Path) -> None:
+    shown = (site / "packages" / "core.distributed" / "index.html").read_text()
     assert 'id="core.distributed.wrap_model"' in shown
+    signatures = re.findall(r'class="doc-signature.*?<code>(.*?)</pre>', shown, re.DOTALL)
+    lines = [html.unescape(re.sub("<[^>]+>", "", text)).splitlines() for text in signatures]
+    assert len(lines) > 20 and max(len(line) for text in lines for line in text) <= 110
+    assert any("    module: Module," in text for text in lines)
+    several = [line for text in lines for line in text[1:] if re.search(r", \w+: ", line)]
+    assert all(len(line) <= 60 for line in several) and len(several) < len(lines) / 10
+
+
+def test_private_types_are_not_in_the_reference(site: Path) -> None:
+    """But for the base of wrappers, which is shown and has Megatron-LM's name, and what torch's method returns."""
+    for page in (site / "packages").rglob("index.html"):
+        text = re.sub(r"<(script|style).*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        shown = re.findall(r"(?<![\w.])_[A-Z][a-z]\w+", html.unescape(re.sub("<[^>]+>", "", text)))
+        assert set(shown) <= {"_BaseDataParallel", "_IncompatibleKeys"}, f"{page.parent.name} shows {sorted(set(shown))}"
+
+
+def test_every_flag_is_on_the_page_of_flags(site: Path) -> None:
+    shown = _Page(site / "flags" / "index.html").anchors
+    fields = {field.name for kind in section_types(FSDP2).values() for field in dataclasses.fields(kind)}
+    flags = run_program("pretrain_gpt", "--help", folder=site, COLUMNS="240").out
+    first = set(re.findall(r"^│ (?:\* +)?--([\w-]+)", flags, re.MULTILINE)) - {"help"}
+    assert len(first) > 150 and len(fields) > 150
+    assert first - set(shown) == set()
+    launcher = json.loads((REPOSITORY / "core/training/launch/flags.json").read_text())
+    assert {f"core.training.launch-{name.replace('_', '-')}" for name in launcher} <= set(shown)
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium on this machine")
+def test_a_browser_finds_neither_overflow_nor_broken_words(site: Path) -> None:
+    """On a phone and on a desktop."""
+    pages = [f"/{path.parent.relative_to(site)}/".replace("/./", "/") for path in site.rglob("index.html")]
+    assert problems_of(site, pages, widths=(1280, 400), limit_s=LIMIT_S) == []

@@ -61,16 +61,6 @@ def programs_in(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def run_scripts(programs: list[str], folder: Path) -> Ended:
-    """Runs programs one after the other, as scripts in `folder`, in one process of their own."""
-    scripts = [folder / f"program{number}.py" for number in range(len(programs))]
-    for script, program in zip(scripts, programs, strict=True):
-        script.write_text(program)
-    all_of_them = folder / "programs.py"
-    all_of_them.write_text("import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path)")
-    return run_program(all_of_them, *scripts, folder=folder)
-
-
 def run_program(
     program: str | Path, *arguments: object, folder: Path, ranks: int = 0, limit_s: float = LIMIT_S, **variables: str
 ) -> Ended:

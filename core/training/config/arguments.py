@@ -44,7 +44,7 @@ def parse_arguments(
         ConfigError: a flag is unknown, a value has the wrong type, or a section refuses its settings.
         MissingExtraError: cyclopts is not installed.
     """
-    values = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
+    values = parse_call(collector(dict(defaults or {})), arguments, description=description, name=name)
     overridden = {name for group in build.ALTERNATIVES if group & values.keys() for name in group}
     overridden |= {name for source, targets in build.DERIVED.items() if source in values for name in targets}
     others = {name: value for name, value in (defaults or {}).items() if name not in overridden}
@@ -102,7 +102,7 @@ def flag_documentation(kind: type) -> Mapping[str, str]:
     return {text.arg_name: " ".join(text.description.split()) for text in params}
 
 
-def _collector(defaults: dict[str, Any]) -> Any:
+def collector(defaults: dict[str, Any]) -> Any:
     """Returns a function whose keyword parameters are the flags, for cyclopts to read from its signature."""
     cyclopts = _library("cyclopts")
     groups = {name: cyclopts.Group.create_ordered(title) for name, title in build.TITLES.items()}

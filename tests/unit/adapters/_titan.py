@@ -33,7 +33,7 @@ def cpu_is_the_device() -> Iterator[None]:
     )
     with ExitStack() as stack:
         stack.enter_context(mock.patch("torch._utils._get_available_device_type", lambda: "cpu"))
-        _import_models()
+        import_models()
         from torchtitan.components import metrics
         from torchtitan.tools import utils
 
@@ -43,7 +43,7 @@ def cpu_is_the_device() -> Iterator[None]:
         yield
 
 
-def _import_models() -> None:
+def import_models() -> None:
     """torchtitan's models import its kernels for experts, which need triton: that comes with torch for CUDA alone."""
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", mock.MagicMock())
