@@ -50,7 +50,7 @@ def wrap_model(
     Args:
         process_group: the ranks, or a mesh of them; as in the wrappers.
         pg_collection: the same in Megatron-LM's form.
-        sub_modules_to_wrap: classes of units.
+        sub_modules_to_wrap: classes of units, or their names.
         disable_bucketing: reduce each buffer of gradients in one piece.
     """
     return _WRAPPERS[ddp_config.engine](

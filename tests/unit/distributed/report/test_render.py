@@ -70,7 +70,8 @@ def test_every_wrapper_describes_itself(kind):
     assert "replicated: 1 buffer, 28 B" in text
     assert ("replicated and not trained: frozen" in text) == (kind not in ("fsdp2", "zero3"))
     assert other[0] == text  # shards are padded to be equal
-    what = {"zero1": "optimizer state", "zero2": "gradients and optimizer state", "ddp": ""}.get(kind, "everything")
+    state = {"zero1": "optimizer state", "zero2": "gradients and optimizer state"}
+    what = "" if kind.startswith("ddp") else state.get(kind, "everything")
     assert lines[0].endswith(f", {what} sharded over 2" if what else ", replicated")
     advice = "Keep these units: the largest, " if kind in ("fsdp2", "zero3") else "take ZeRO-3 or FSDP2"
     assert advice in lines[-1] and lines[-1] in unescape(html)
