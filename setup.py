@@ -60,7 +60,7 @@ setup(
         "core.adapters.bridge": ["foreign_settings.json"],
         "core.base": ["hardware.json", "megatron_names.json"],
         "core.distributed.plan": ["not_of_fsdp2.json"],
-        "core.distributed.report": ["page.html", "table.html"],
+        "core.distributed.report": ["page.html"],
         "core.models.gpt": ["hf_layouts.json"],
         "core.optimizer.muon": ["muon_coefficients.json"],
         "core.planner": ["nccl.json"],
@@ -69,6 +69,6 @@ setup(
         "core.training.launch": ["flags.json"],
         "core.verify": ["flags.json", "wrappers.json"],
     },
-    install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
+    install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12", "jinja2>=3"],  # torch needs the last two too
     extras_require=EXTRAS,
 )

@@ -221,7 +221,7 @@ def draw_growth(picture: Path) -> None:
     planned = {name: config for name, config in configs.items() if isinstance(config, PretrainConfig)}
     with redirect_stderr(StringIO()):
         sweep = scalings(planned, 8, hardware)
-    print(sweep_table(sweep))
+    print(*sweep_table(sweep).lines(200), sep="\n")
     pyplot.rcParams["svg.hashsalt"] = "planner"  # the same numbers give the same file
     figure, axes = pyplot.subplots(figsize=(7, 3.2))
     for scaling in sweep:

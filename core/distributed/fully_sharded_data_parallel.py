@@ -48,7 +48,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         module: the model. With ``sync_module_states`` all ranks start from the values of the group's first rank; a
             model on the meta device is materialized. If the config computes in ``bf16`` or ``fp16``, fp32 parameters
             stay in fp32: they are cast when they are gathered, and serve as the optimizer's masters.
-        sub_modules_to_wrap: classes of units, as of `TorchFullyShardedDataParallel`.
+        sub_modules_to_wrap: classes of units, or their names, as of `TorchFullyShardedDataParallel`.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.

@@ -40,7 +40,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             model on the meta device is sharded first and then filled shard by shard: values are drawn by parameter
             name, or received from the first rank if only that has values. Every rank must run the same units in
             forward.
-        sub_modules_to_wrap: classes whose outermost instances become units; `default_units` of the model by default.
+        sub_modules_to_wrap: classes, or their names, whose outermost instances become units; by default the
+            `default_units` of the model.
             For an `nn.ModuleList` or `nn.ModuleDict` its items become units.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,

@@ -21,7 +21,7 @@ from ..training.launch.entry import environment_rank, run_command
 from .estimates import NAMES, WRAPPERS, Estimate, estimate, split_flags, wrapper_configs
 from .hardware import calibrate, find_hardware
 from .search import candidates, scalings, search, single_changes
-from .tables import Result, as_html, as_text, search_table, sweep_table
+from .tables import as_html, as_text, headline, recommendation, search_table, sweep_table, wrapper_tables
 
 DOES_NOT_FIT_STATUS = 1
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.gpu_memory is not None:
         hardware = replace(hardware, memory_bytes=int(options.gpu_memory * 2**30))
     configs = wrapper_configs(flags, wrappers)
-    results: dict[str, Result] = {}
+    results: dict[str, Estimate | ConfigError] = {}
     for name, config in configs.items():
         try:
             results[name] = config if isinstance(config, ConfigError) else estimate(name, config, world_size, hardware)
@@ -79,17 +79,20 @@ def main(arguments: Sequence[str]) -> int:
     own_result = results.get(NAMES[own.ddp.strategy], next(iter(results.values())))
     if isinstance(own_result, ConfigError):
         raise own_result
-    text = as_text(results)
+    found = [result for result in results.values() if isinstance(result, Estimate)]
+    refused = [f"refused: {name}: {result}" for name, result in results.items() if isinstance(result, ConfigError)]
+    tables, advice = [*wrapper_tables(found, refused)], recommendation(found)
     if not own_result.fits:
         change = next(iter(candidates(single_changes(flags), world_size, hardware)), None)
         remedy = "no single change makes it fit" if change is None else f"the cheapest change that fits: {change.name}"
-        text += f"\n{own_result.wrapper} does not fit; {remedy}\n"
+        advice += f" {own_result.wrapper} does not fit; {remedy}."
     if options.search:
-        text += f"\n{search_table(search(flags, wrappers, world_size, hardware))}\n"
-    feasible = {name: result.config for name, result in results.items() if isinstance(result, Estimate)}
+        tables.append(search_table(search(flags, wrappers, world_size, hardware)))
+    feasible = {result.wrapper: result.config for result in found}
     sweep = [*scalings(feasible, world_size, hardware)] if options.sweep else []
-    text += f"\n{sweep_table(sweep)}\n" if sweep else ""
-    sys.stdout.write(text)
+    tables += [sweep_table(sweep)] if sweep else []
+    title = headline(found[0])
+    sys.stdout.write(as_text(title, advice, tables))
     if options.json is not None:
         values = {
             "wrappers": {
@@ -97,10 +100,11 @@ def main(arguments: Sequence[str]) -> int:
                 for name, result in results.items()
             },
             "sweep": [asdict(scaling) for scaling in sweep],
+            "recommendation": advice,
         }
         _write(options.json, json.dumps(values, indent=2) + "\n")
     if options.html is not None:
-        _write(options.html, as_html(results, text, sweep))
+        _write(options.html, as_html(title, advice, tables, found, sweep))
     return 0 if own_result.fits else DOES_NOT_FIT_STATUS
 
 

@@ -76,8 +76,13 @@ class Estimate:
         return self.simulation.peak.nbytes
 
     @property
+    def spare_bytes(self) -> int:
+        """Memory that is left of what a run may use. Negative if it does not fit."""
+        return self.hardware.memory_bytes - RESERVED_BYTES - self.simulation.most_bytes
+
+    @property
     def fits(self) -> bool:
-        return self.simulation.most_bytes + RESERVED_BYTES <= self.hardware.memory_bytes
+        return self.spare_bytes >= 0
 
     @property
     def mfu(self) -> float:

@@ -107,8 +107,8 @@ class Recorder:
     """Events in order, each with its place."""
     live: dict[int, Block] = field(default_factory=dict)
     """Blocks by the address of their storage's object."""
-    changes: list[tuple[str, int, Block]] = field(default_factory=list)
-    """Place, signed bytes and block of each allocation and release."""
+    changes: list[tuple[str, int, Block, int]] = field(default_factory=list)
+    """Place, signed bytes, block, and number of earlier events of each allocation and release."""
     uses_host: bool = False
     """Whether any memory is the host's.
 
@@ -135,11 +135,11 @@ class Recorder:
     def _allocate(self, key: int, nbytes: int) -> None:
         if nbytes:
             block = self.live[key] = Block(nbytes, self.where)
-            self.changes.append((self.where, nbytes, block))
+            self.changes.append((self.where, nbytes, block, len(self.events)))
 
     def _release(self, key: int) -> None:
         if (block := self.live.pop(key, None)) is not None:
-            self.changes.append((self.where, -block.nbytes, block))
+            self.changes.append((self.where, -block.nbytes, block, len(self.events)))
 
     def _forget(self, key: int) -> None:
         self._seen.pop(key, None)

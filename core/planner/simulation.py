@@ -50,6 +50,8 @@ class Moment:
     """Bytes of each of `CATEGORIES`."""
     where: str
     """For example "backward of decoder.layers.3.mlp, micro-batch 2"."""
+    num_events: int
+    """Number of `Simulation.drawn_events` before the moment."""
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +82,8 @@ class Simulation:
     events: tuple[tuple[str, Event], ...]
     """What the step computes and sends, in order, each with its place, as in `Moment.where`. All micro-batches are
     included. Of pipeline stages, repeated ones are where the second was."""
+    drawn_events: tuple[tuple[str, Event], ...]
+    """Events of the simulated micro-batches alone, to which the timeline belongs."""
     first_events: tuple[tuple[str, Event], ...]
     """Events of the step before."""
     waits_late: frozenset[Ranks]
@@ -168,7 +172,7 @@ class _Run:
                 recorder.sort_into(ON_HOST, map(local_part, chunk.engine.held()[PARAMETERS]))
             optimizer = get_megatron_optimizer(config.optimizer, chunks)
             scheduler = build_scheduler(config, optimizer)
-            changes = (change for _, change, block in recorder.changes if block.category != ON_HOST)
+            changes = (change for _, change, block, _ in recorder.changes if block.category != ON_HOST)
             construction_peak = max(itertools.accumulate(changes))
             self._follow(chunks, optimizer)
             steps = []
@@ -182,7 +186,7 @@ class _Run:
             schedule, kept_bytes = self._pipeline(count, num_microbatches)
             plans = [chunk.plan for chunk in chunks]
             replicas = {ranks for plan in plans for ranks in _replicas(plan)}
-            timeline = [*self._timeline(first_change, replicas, kept_bytes * (num_microbatches - count))]
+            timeline = [*self._timeline(first_change, first_event, replicas, kept_bytes * (num_microbatches - count))]
         peak, plan = max(timeline, key=lambda moment: moment.nbytes), plans[0]
         is_fsdp2 = plan.engine is EngineKind.FSDP2
         return Simulation(
@@ -195,6 +199,7 @@ class _Run:
             peak=peak,
             construction_peak=construction_peak,
             events=steps[1],
+            drawn_events=tuple(recorder.events[first_event:]),
             first_events=steps[0],
             waits_late=frozenset(replicas if is_fsdp2 or plan.settings.overlap_grad_reduce else ()),
             gathers_ahead=is_fsdp2,
@@ -309,14 +314,14 @@ class _Run:
             for category in (GRADIENTS, GATHERED, PARAMETERS):
                 self._recorder.sort_into(category, map(local_part, held[category]))
 
-    def _timeline(self, first: int, replicas: Set[Ranks], kept_bytes: int) -> Iterator[Moment]:
+    def _timeline(self, first: int, first_event: int, replicas: Set[Ranks], kept_bytes: int) -> Iterator[Moment]:
         """Yields the memory after each change, from change `first` on, with so many bytes of other micro-batches."""
         by_category = {**dict.fromkeys(CATEGORIES, 0), "communication buffers": kept_bytes}
-        for index, (where, nbytes, block) in enumerate(self._recorder.changes):
+        for index, (where, nbytes, block, num_events) in enumerate(self._recorder.changes):
             if block.category != ON_HOST:
                 by_category[_category(block, replicas)] += nbytes
             if index >= first - 1:
-                yield Moment(tuple(by_category.values()), where)
+                yield Moment(tuple(by_category.values()), where, max(num_events - first_event, 0))
 
 
 def _replicas(plan: Plan) -> set[Ranks]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..base.errors import ShardstackError
 from .hardware import Hardware
-from .recorder import Event, Mark, Ranks, Transfer
+from .recorder import HOST, Event, Mark, Ranks, Transfer
 from .simulation import Pass, Simulation
 
 
@@ -63,6 +63,22 @@ def step_time(simulations: Sequence[Simulation], hardware: Hardware) -> StepTime
     rests = [times[index].step_s - sum(map(sum, passes[index].values())) for index in index_of]
     step_s = max(end + rest for end, rest in zip(ends, rests, strict=True))
     return replace(slowest, step_s=step_s, bubble_s=max(step_s - slowest.step_s, 0.0))
+
+
+def drawn_times(
+    simulation: Simulation, hardware: Hardware
+) -> tuple[Sequence[float], Mapping[str, Sequence[tuple[float, float]]]]:
+    """Returns the end of each of `Simulation.drawn_events`, and by queue the begin and length of all that is in it.
+
+    In seconds since the step began, on a rank that waits for no other pipeline stage.
+    """
+    clock = _Clock(simulation, hardware)
+    clock.run(simulation.first_events)
+    begin, drawn = clock.now, len(clock.ends)
+    clock.queues.clear()
+    clock.run(simulation.drawn_events)
+    queues = {name: [(start - begin, length) for start, length in spans] for name, spans in clock.queues.items()}
+    return [end - begin for end in clock.ends[drawn:]], queues
 
 
 Turn = tuple[int, bool]
@@ -128,6 +144,9 @@ class _Clock:
         # Seconds of each pass of each stage, and the one that runs, with its begin.
         self.passes = defaultdict[Turn, list[float]](list)
         self._running: tuple[Turn, float] | None = None
+        # For pictures: the value of `now` after each event, and the begin and length of what is in each queue.
+        self.ends: list[float] = []
+        self.queues = defaultdict[str, list[tuple[float, float]]](list)
 
     def totals(self) -> tuple[float, ...]:
         """Returns seconds since the beginning, in the order of `StepTime`."""
@@ -135,26 +154,29 @@ class _Clock:
 
     def run(self, events: Iterable[tuple[str, Event]]) -> None:
         for where, event in events:
-            in_backward = where.startswith("backward")
-            if self._running is not None and (
-                isinstance(event, Mark) or not where.startswith(("forward", "backward"))
-            ):
-                self.passes[self._running[0]].append(self.now - self._running[1])
-                self._running = None
-            if isinstance(event, Mark):
-                self._running = (event.stage, event.is_forward), self.now
-                continue
-            if not in_backward and self._late:
-                self._wait_for(self._late)
-                self._late = []
-            if isinstance(event, Transfer):
-                self._start(event)
-                if in_backward and event.kind != "all-gather" and event.ranks in self._simulation.waits_late:
-                    self._late.append(event)
-                continue
-            self._wait_for(each for each in event.awaits if each not in self._late)
-            seconds = self._hardware.work_seconds(event)
-            self.now, self.compute = self.now + seconds, self.compute + seconds
+            self._take(where, event)
+            self.ends.append(self.now)
+
+    def _take(self, where: str, event: Event) -> None:
+        in_backward = where.startswith("backward")
+        if self._running is not None and (isinstance(event, Mark) or not where.startswith(("forward", "backward"))):
+            self.passes[self._running[0]].append(self.now - self._running[1])
+            self._running = None
+        if isinstance(event, Mark):
+            self._running = (event.stage, event.is_forward), self.now
+            return
+        if not in_backward and self._late:
+            self._wait_for(self._late)
+            self._late = []
+        if isinstance(event, Transfer):
+            self._start(event)
+            if in_backward and event.kind != "all-gather" and event.ranks in self._simulation.waits_late:
+                self._late.append(event)
+            return
+        self._wait_for(each for each in event.awaits if each not in self._late)
+        seconds = self._hardware.work_seconds(event)
+        self.queues["computation"].append((self.now, seconds))
+        self.now, self.compute = self.now + seconds, self.compute + seconds
 
     def _start(self, collective: Transfer) -> None:
         ranks, start = collective.ranks, self.now
@@ -163,7 +185,9 @@ class _Clock:
                 start = self._queued[ranks]  # at most one unit ahead
             self._queued[ranks] = self.now
         seconds = self._hardware.collective_seconds(collective)
-        self._free[ranks] = self._end[collective] = max(start, self._free[ranks]) + seconds
+        start = max(start, self._free[ranks])
+        self._free[ranks] = self._end[collective] = start + seconds
+        self.queues["host copies" if ranks == HOST else f"collectives of {len(ranks)}"].append((start, seconds))
         self.communication += seconds
         self.latency += self._hardware.collective_seconds(replace(collective, nbytes=0))
 

@@ -1,20 +1,90 @@
-"""Formats estimates: as text, and as one self-contained page with memory over the step and throughput over ranks."""
+"""Tables of plans: memory, time, bytes on the wire, what a search and a sweep found, and which wrapper to take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..base.errors import ConfigError
 from ..base.text import aligned, bytes_cell, readable_bytes
 from ..distributed.report.page import page
-from .estimates import RESERVED_BYTES, Estimate, Wire
+from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, Wire
+from .pictures import draw_steps, draw_throughput, draw_wire, picture
 from .search import Candidate, Scaling
 from .simulation import CATEGORIES
 
-Result = Estimate | ConfigError
-"""What is known of a wrapper: its costs, or why the run would refuse it."""
+_SPARE = 0.05
+"""Share of an accelerator's memory that a recommended wrapper leaves, if any does, next to `RESERVED_BYTES`."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of a table, whose first column is aligned left, with notes below it."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def lines(self, width: int) -> Iterator[str]:
+        """Yields lines of at most `width` characters. Columns that do not fit follow below the others."""
+        label, *others = zip(self.columns, *self.rows, strict=True)
+        blocks = [[label]]
+        for column in others:
+            if len(blocks[-1]) > 1 and max(map(len, aligned([*zip(*blocks[-1], column, strict=True)]))) > width:
+                blocks.append([label])
+            blocks[-1].append(column)
+        for block in blocks:
+            head, *rows = aligned([*zip(*block, strict=True)])
+            yield from ("", head, "-" * len(head), *rows)
+        for note in self.notes:
+            yield from textwrap.wrap(note, width)
+
+
+def as_text(title: str, advice: str, tables: Sequence[Table]) -> str:
+    """Returns tables that fit the terminal: COLUMNS characters, or 80 without a terminal."""
+    width = shutil.get_terminal_size().columns
+    lines = [line for table in tables for line in table.lines(width)]
+    return "\n".join([*textwrap.wrap(title, width), *lines, "", *textwrap.wrap(advice, width), ""])
+
+
+def as_html(
+    title: str, advice: str, tables: Sequence[Table], estimates: Sequence[Estimate], sweep: Sequence[Scaling]
+) -> str:
+    """Returns one self-contained page with the tables, and pictures of them.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    sections: list[dict[str, Any]] = [{"num_text": 1, **asdict(table)} for table in tables]
+    number, wire = len(estimates), [*estimates] if any(estimate.wire for estimate in estimates) else []
+    for heading, draw, inches, values in (
+        ("Memory and queues of a rank over a step", draw_steps, 3.6 * number, estimates),
+        ("Sent by a rank in a step", draw_wire, 1 + 0.4 * number, wire),
+        ("Throughput of a rank over numbers of ranks", draw_throughput, 4.0, sweep),
+    ):
+        if values:
+            sections.append({"heading": heading, "svg": picture(draw, inches, values)})
+    return page(title, sections, advice)
+
+
+def recommendation(estimates: Sequence[Estimate]) -> str:
+    """Says which wrapper to take, and why: the fastest of those that fit and leave `_SPARE`, or else that fit."""
+    fitting = sorted((e for e in estimates if e.fits), key=lambda e: (e.time.step_s, e.peak_bytes))
+    if not fitting:
+        return "No wrapper fits."
+    best = next((e for e in fitting if e.spare_bytes >= _SPARE * e.hardware.memory_bytes), fitting[0])
+    reasons = [f"fits with {readable_bytes(best.spare_bytes)} to spare"]
+    for other in [e for e in fitting if e is not best][:1]:
+        faster = other.time.step_s / best.time.step_s - 1
+        if faster < 0:
+            reasons.append(f"{other.wrapper} is {-faster:.1%} faster, with only {readable_bytes(other.spare_bytes)}")
+        else:
+            reasons.append(f"{faster:.1%} faster than {other.wrapper}, the next")
+    if too_large := [e.wrapper for e in estimates if not e.fits]:
+        reasons.append(f"{' and '.join(too_large)} do{'es' * (len(too_large) == 1)} not fit")
+    return f"Use {best.wrapper} ({' '.join(WRAPPERS[best.wrapper])}): {'; '.join(reasons)}."
 
 
 def _seconds(seconds: float) -> str:
@@ -41,14 +111,6 @@ _COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Rows of a table, each with its entry of `Estimate.as_json` and its format."""
 
 
-def as_text(results: Mapping[str, Result]) -> str:
-    """Returns the tables of all wrappers: memory, time and operations, and bytes on the wire."""
-    found = [result for result in results.values() if isinstance(result, Estimate)]
-    refused = [f"{name}: {result}" for name, result in results.items() if isinstance(result, ConfigError)]
-    parts = [headline(found[0]), *_tables(found)] if found else []
-    return "\n\n".join([*parts, *(["\n".join(["refused", *refused])] if refused else [])]) + "\n"
-
-
 def headline(estimate: Estimate) -> str:
     """Says which run is planned."""
     config, number = estimate.config, estimate.simulation.num_microbatches
@@ -63,7 +125,12 @@ def headline(estimate: Estimate) -> str:
     )
 
 
-def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
+def wrapper_tables(estimates: Sequence[Estimate], refused: Sequence[str]) -> Iterator[Table]:
+    """Yields the tables of all wrappers: memory, time and operations, and bytes on the wire.
+
+    Args:
+        refused: a note for each wrapper that the run would refuse.
+    """
     numbers, names = [e.as_json() for e in estimates], [e.wrapper for e in estimates]
 
     def rows(of: Mapping[str, tuple[str, Callable[[Any], str]]]) -> list[list[str]]:
@@ -74,25 +141,25 @@ def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
         ]
 
     parts = [[category, *(bytes_cell(each["bytes_at_peak"][category]) for each in numbers)] for category in CATEGORIES]
-    memory = text_table(["memory of a rank", *names], [*parts, *rows(_MEMORY)])
     moments = [f"peak of {each['wrapper']}: {each['peak_at']}" for each in numbers]
     left = f"{bytes_cell(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
-    yield "\n".join([memory, *moments, f"fits: in {bytes_cell(estimates[0].hardware.memory_bytes)}, with {left}"])
+    fits = f"fits: in {bytes_cell(estimates[0].hardware.memory_bytes)}, with {left}"
+    yield Table(["memory of a rank", *names], [*parts, *rows(_MEMORY)], [*moments, fits, *refused])
     host = estimates[0].hardware
     assumed = (
-        f"\ncopies to and from the host at {host.host_bandwidth / 1e9:.0f} GB/s, and its memory at "
+        f"copies to and from the host at {host.host_bandwidth / 1e9:.0f} GB/s, and its memory at "
         f"{host.host_memory_bandwidth / 1e9:.0f} GB/s for each accelerator: both are assumed, not measured"
     )
     offloads = any(entry.kind.endswith("the host") for e in estimates for entry in e.wire)
-    yield text_table(["time of a step", *names], rows(_COSTS)) + assumed * offloads
+    yield Table(["time of a step", *names], rows(_COSTS), [assumed] * offloads)
     sent = [{(entry.kind, entry.ranks): entry for entry in e.wire} for e in estimates]
     cells = {key: [of.get(key) for of in sent] for key in sorted({key for of in sent for key in of})}
     wire = [
         [f"{kind} over {ranks}" if ranks > 1 else kind, *map(_sent, entries)]
         for (kind, ranks), entries in cells.items()
     ]
-    note = "\ncalls, bytes that stay in the node + bytes that leave it"
-    yield text_table(["sent in a step", *names], wire) + note if wire else "sent in a step: nothing"
+    note = "calls, bytes that stay in the node + bytes that leave it" if wire else "nothing"
+    yield Table(["sent in a step", *names], wire, [note])
 
 
 def _sent(wire: Wire | None) -> str:
@@ -102,17 +169,17 @@ def _sent(wire: Wire | None) -> str:
     return f"{wire.calls} x, {bytes_cell(inside)} + {bytes_cell(wire.crossing_bytes)}"
 
 
-def search_table(candidates: Sequence[Candidate], most: int = 10) -> str:
+def search_table(candidates: Sequence[Candidate], most: int = 10) -> Table:
     """Returns the fastest candidates."""
     rows = [
         [c.name, bytes_cell(c.peak_bytes), _seconds(c.step_s), f"{c.tokens_per_second:,.0f}"]
         for c in candidates[:most]
     ]
     columns = ["what fits, the fastest first", "peak", "step", "tokens/s of a rank"]
-    return text_table(columns, rows) if rows else "nothing fits"
+    return Table(columns, rows, [] if rows else ["nothing fits"])
 
 
-def sweep_table(sweep: Sequence[Scaling]) -> str:
+def sweep_table(sweep: Sequence[Scaling]) -> Table:
     """Returns the throughput of a rank by number of ranks, and why a wrapper stops scaling."""
     ranks = sorted({point.world_size for scaling in sweep for point in scaling.points})
     by_ranks = [{point.world_size: point for point in scaling.points} for scaling in sweep]
@@ -130,78 +197,4 @@ def sweep_table(sweep: Sequence[Scaling]) -> str:
             f"{scaling.name}: below 90 % from {stop:,} ranks on, where {at.exposed_s / at.step_s:.0%} of a step waits "
             f"for collectives, whose latencies add up to {_seconds(at.latency_s)}"
         )
-    return "\n".join([text_table(["tokens/s of a rank", *(s.name for s in sweep)], rows), *notes])
-
-
-def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table with a rule below the names of the columns."""
-    head, *lines = aligned([columns, *rows])
-    return "\n".join([head, "-" * len(head), *lines])
-
-
-_COLORS = ("#3b76c9", "#8fb8ec", "#d9822b", "#8256c4", "#9aa5b1", "#2c9a6b", "#c4566f")
-_WIDTH, _HEIGHT = 1000, 260
-_MOST_MOMENTS = 500
-"""Moments that are drawn. Of those that are closer together, the one with the most memory is."""
-
-
-_STYLE = (
-    "h2 { font-size: 1rem; } svg { width: 100%; overflow: visible; } text { fill: currentColor; font-size: 13px; }"
-)
-
-
-def as_html(results: Mapping[str, Result], text: str, sweep: Sequence[Scaling]) -> str:
-    """Returns the page. Escapes every name."""
-    found = [result for result in results.values() if isinstance(result, Estimate)]
-    most = max((estimate.peak_bytes for estimate in found), default=1)
-    parts = [f'<div class="scroll"><pre>{escape(text)}</pre></div>']
-    for estimate in found:
-        parts.append(f"<h2>{escape(estimate.wrapper)}: memory over the step</h2>{_memory(estimate, most)}")
-    if sweep:
-        parts.append(f"<h2>tokens/s of a rank over ranks</h2>{_throughput(sweep)}")
-    return page(escape(headline(found[0])) if found else "nothing was planned", "".join(parts), _STYLE)
-
-
-def _memory(estimate: Estimate, most: int) -> str:
-    """Draws the categories as stacked areas over the changes of memory in the step."""
-    moments = estimate.simulation.timeline
-    width = -(-len(moments) // _MOST_MOMENTS)
-    starts = range(0, len(moments), width)
-    timeline = [max(moments[start : start + width], key=lambda moment: moment.nbytes) for start in starts]
-    places = [_WIDTH * index / max(len(timeline) - 1, 1) for index in range(len(timeline))]
-    below, areas = [0] * len(timeline), []
-    for index, color in enumerate(_COLORS):
-        above = [low + moment.held[index] for low, moment in zip(below, timeline, strict=True)]
-        outline = [*zip(places, above, strict=True), *reversed([*zip(places, below, strict=True)])]
-        areas.append(f'<polygon fill="{color}" points="{_points(outline, most)}"/>')
-        below = above
-    peak = estimate.simulation.peak
-    note = escape(f"peak {readable_bytes(peak.nbytes)}, {peak.where}; height {readable_bytes(most)}")
-    return _picture(areas, zip(CATEGORIES, _COLORS, strict=True), note)
-
-
-def _throughput(sweep: Sequence[Scaling]) -> str:
-    points = [point for scaling in sweep for point in scaling.points]
-    most, ranks = max(p.tokens_per_second for p in points), sorted({p.world_size for p in points})
-    places = {number: _WIDTH * index / max(len(ranks) - 1, 1) for index, number in enumerate(ranks)}
-    lines = [
-        f'<polyline fill="none" stroke-width="2" stroke="{color}" points="'
-        f'{_points([(places[p.world_size], p.tokens_per_second) for p in scaling.points], most)}"/>'
-        for scaling, color in zip(sweep, _COLORS, strict=False)
-    ]
-    marks = [
-        f'<text x="{place:.0f}" y="{_HEIGHT + 16}" text-anchor="middle">{number:,}</text>'
-        for number, place in places.items()
-    ]
-    names = zip((scaling.name for scaling in sweep), _COLORS, strict=False)
-    return _picture([*lines, *marks], names, f"up to {most:,.0f} tokens/s")
-
-
-def _points(points: Iterable[tuple[float, float]], most: float) -> str:
-    return " ".join(f"{x:.1f},{_HEIGHT * (1 - y / most):.1f}" for x, y in points)
-
-
-def _picture(shapes: Iterable[str], legend: Iterable[tuple[str, str]], note: str) -> str:
-    names = "".join(f'<i style="background: {color}"></i>{escape(name)}' for name, color in legend)
-    drawn = "".join(shapes)
-    return f'<svg viewBox="-20 0 {_WIDTH + 40} {_HEIGHT + 20}">{drawn}</svg><p class="legend">{names}. {note}</p>'
+    return Table(["tokens/s of a rank", *(s.name for s in sweep)], rows, notes)

@@ -44,7 +44,8 @@ class WeightStream(TensorStream):
 
     Works under every wrapper and tensor parallelism. A rank holds at most a bucket of whole tensors and a bucket of
     copies on top of its own state, or the largest tensor if that is larger. What servers fuse is in one bucket:
-    queries, keys and values of a layer, gate and up. A tied weight goes out once, under its first name.
+    queries, keys and values of a layer, gate and up. A tied weight goes out once, under its first name: give
+    ``strict=False`` where `nn.Module.load_state_dict` takes the tensors, whose tie brings the other names.
 
     Args:
         wrapper: a wrapped model, or a plain one, or all of this rank's pipeline stages.

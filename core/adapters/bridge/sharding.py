@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +22,7 @@ from ... import parallel_state
 from ...base import device
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.text import choices
-from ...distributed.plan.units import CONTAINERS
+from ...distributed.plan.units import CONTAINERS, class_names, resolve_names
 from ...rendezvous import default_group
 
 TENSOR_AXES = ("tensor_parallel", "tp")
@@ -187,17 +188,9 @@ def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[t
     """
     if names is None:
         return _guessed(model, asked_by)
-    classes = []
+    classes = list[Any]()
     for name in filter(None, map(str.strip, names.split(","))):
-        kinds = (
-            [_import_class(name)] if "." in name else [type(m) for m in model.modules() if type(m).__name__ == name]
-        )
-        if not kinds:
-            raise WrapError(
-                f"{asked_by} names the class {name!r}, and {type(model).__name__} has no module of it; "
-                f"{choices(name, class_names(model))}"
-            )
-        classes.append(kinds[0])
+        classes += [_import_class(name)] if "." in name else resolve_names(model, [name], asked_by)
     check_classes_are_in(model, classes, asked_by)
     return classes
 
@@ -247,13 +240,6 @@ def check_classes_are_in(model: nn.Module, classes: Sequence[type[nn.Module]], a
                 f"{asked_by} names the class {unit_class.__module__}.{unit_class.__qualname__}, but "
                 f"{type(model).__name__} has no module of it; {choices(unit_class.__name__, class_names(model))}"
             )
-
-
-def class_names(model: nn.Module) -> list[str]:
-    """Returns the names of the classes of a model's modules, those that hold others first."""
-    modules = [module for module in model.modules() if module is not model]
-    modules.sort(key=lambda module: not any(True for _ in module.children()))
-    return list(dict.fromkeys(type(module).__name__ for module in modules))
 
 
 def _import_class(path: str) -> type[nn.Module]:

@@ -26,7 +26,16 @@ from .settings import (
     resolve_settings,
     settings_to_compare,
 )
-from .units import UnitChoice, default_units, find_units, params_of_units, plan_transforms, unit_of, warn_of_large_root
+from .units import (
+    UnitChoice,
+    default_units,
+    find_units,
+    params_of_units,
+    plan_transforms,
+    resolve_names,
+    unit_of,
+    warn_of_large_root,
+)
 from .values import Plan
 
 
@@ -62,7 +71,7 @@ def plan_model(
     engine = ddp_config.engine if engine is None else engine
     own = config_of_engine(ddp_config, engine, caller)
     settings = resolve_settings(own, config, module, groups, engine, finish_in_backward)
-    choices = None if unit_classes is None else tuple(unit_classes)
+    choices = None if unit_classes is None else resolve_names(module, unit_classes)
     if isinstance(own, FullyShardedDataParallelConfig):
         units = _plan_units(module, config, own, groups, choices, engine, mp_policy)
         blocks: Sequence[UnitPlan] = units[:-1]

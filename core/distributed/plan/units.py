@@ -15,13 +15,13 @@ from torch import nn
 
 from ...base.errors import ParallelConfigError, WrapError, warn_once
 from ...base.module_protocol import is_one_layer, unit_classes
-from ...base.text import readable_bytes
+from ...base.text import choices, readable_bytes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import ParameterKind, kind_of
 from .parts import UnitPlan, UnitTransform
 
-UnitChoice = type[nn.Module] | nn.Module
-"""A class, whose outermost instances become units, or one module, which becomes one."""
+UnitChoice = type[nn.Module] | nn.Module | str
+"""A class or its name, whose outermost instances become units, or one module, which becomes one."""
 
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
@@ -52,9 +52,9 @@ def find_units(
         WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
             holds trainable parameters of two dtypes.
     """
-    choices = list(classes)
-    singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
-    others = (choice for choice in choices if not isinstance(choice, nn.Module) or choice not in singled_out)
+    given = list(classes)
+    singled_out = {choice for choice in given if isinstance(choice, nn.Module)}.intersection(root.modules())
+    others = (choice for choice in given if not isinstance(choice, nn.Module) or choice not in singled_out)
     outermost = _as_classes(others, "sub_modules_to_wrap")
     declared = (entry for module in root.modules() for entry in getattr(module, "_fsdp_modules", ()))
     always = tuple(dict.fromkeys(_as_classes(declared, "_fsdp_modules")))
@@ -71,6 +71,34 @@ def find_units(
         for part in (*(_minority_units(unit, owners, names, kinds) if splits_dtypes else ()), unit)
         if part.modules != (root,)
     ]
+
+
+def resolve_names(
+    model: nn.Module, given: Iterable[UnitChoice], asked_by: str = "sub_modules_to_wrap"
+) -> tuple[type[nn.Module] | nn.Module, ...]:
+    """Returns the choices, with each name replaced by the classes of that name that modules of the model have.
+
+    Raises:
+        WrapError: no module has a class of that name; lists the classes of the model.
+    """
+    classes = {type(module): None for module in model.modules()}
+    resolved = list[type[nn.Module] | nn.Module]()
+    for choice in [given] if isinstance(given, str) else given:
+        found = [kind for kind in classes if kind.__name__ == choice] if isinstance(choice, str) else [choice]
+        if not found:
+            raise WrapError(
+                f"{asked_by} names the class {choice!r}, and {type(model).__name__} has no module of it; "
+                f"{choices(str(choice), class_names(model))}"
+            )
+        resolved += found
+    return tuple(resolved)
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Returns the names of the classes of a model's modules, those that hold others first."""
+    modules = [module for module in model.modules() if module is not model]
+    modules.sort(key=lambda module: not any(True for _ in module.children()))
+    return list(dict.fromkeys(type(module).__name__ for module in modules))
 
 
 def params_of_units(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:

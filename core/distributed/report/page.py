@@ -1,75 +1,76 @@
-"""The facts as one self-contained page: the table, in which bars show bytes, and notes. Light and dark."""
+"""Self-contained pages of tables and pictures, light and dark, wide and narrow: the description of a wrapped model."""
 
 from __future__ import annotations
 
 import re
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from string import Template
+from typing import Any
 
-from .table import TEXT_COLUMNS, Line, Memory, ModelFacts, UnitFacts, amount, dtype_names, headline, notes, table
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
 
-# The page around every body, with the style of all pages, and the body of a wrapper's report.
-_PAGE, _TABLE = (Template(Path(__file__).with_name(f"{name}.html").read_text("utf-8")) for name in ("page", "table"))
+from .table import (
+    COLUMNS,
+    TEXT_COLUMNS,
+    Memory,
+    ModelFacts,
+    UnitFacts,
+    amount,
+    dtype_names,
+    headline,
+    notes,
+    recommendation,
+    table,
+)
+
+
+def page(title: str, sections: Sequence[Mapping[str, Any]], recommendation: str = "") -> str:
+    """Returns a page of HTML, whose title is also its heading. Escapes every text.
+
+    Args:
+        sections: each with any of: heading; svg, a picture; columns, rows and total, a table of texts, whose first
+            `num_text` columns are aligned left, with bars below the first cell of each row; notes, a list of lines;
+            terms, explanations by term.
+    """
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment.filters["breakable"] = _breakable
+    return environment.get_template("page.html").render(title=title, sections=sections, recommendation=recommendation)
+
+
+def _breakable(text: str) -> Markup:
+    """Lets a browser break lines after the dots of a name, and not between a number and what it counts."""
+    return Markup(re.sub(r"(?<=\d) (?=\w)", "&nbsp;", escape(text)).replace(".", ".<wbr>"))
 
 
 def as_html(facts: ModelFacts) -> str:
-    """Returns a page with the table, a bar for what a unit keeps and one for what it gathers, and the notes.
-
-    Escapes every name.
-    """
-    title, grid = escape(headline(facts)), table(facts)
-    head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in grid.columns)
-    memories = [memory for unit in facts.units for memory in _memory_of(unit).values()]
-    most = max((memory.nbytes for memory in memories), default=1)
-    rows = "\n".join(f"<tr>{_row(grid.columns, line, _bars(line.unit, most))}</tr>" for line in grid.lines[:-1])
-    items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
-    total = f"<tr>{_row(grid.columns, grid.lines[-1])}</tr>"
-    colours = dict.fromkeys((_colour(memory), dtype_names(memory.dtypes)) for memory in memories)
-    legend = "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in colours)
-    body = _TABLE.substitute(head=head, rows=rows, total=total, legend=legend, items=items)
-    return page(title, body.rstrip())
-
-
-def page(title: str, body: str, style: str = "") -> str:
-    """Returns a page of HTML, whose title is also its heading.
-
-    Args:
-        style: CSS in addition to that of all pages.
-    """
-    return _PAGE.substitute(title=title, style=style, body=body)
+    """Returns a page with the table, a bar for what a unit keeps and one for what it gathers, and the notes."""
+    grid = table(facts)
+    bars = [[*_bars(line.unit)] for line in grid.lines[:-1]]
+    most = max((memory.nbytes for of_unit in bars for _, memory in of_unit), default=1)
+    colours = {_colour(memory): dtype_names(memory.dtypes) for of_unit in bars for _, memory in of_unit}
+    section = {
+        "columns": grid.columns,
+        "num_text": len(TEXT_COLUMNS),
+        "rows": [line.cells for line in grid.lines[:-1]],
+        "total": grid.lines[-1].cells,
+        "bars": [
+            [(style, _colour(memory), 100 * memory.nbytes / most, amount(memory)) for style, memory in of_unit]
+            for of_unit in bars
+        ],
+        "legend": colours,
+        "longest": amount(Memory(most)),
+        "notes": notes(facts),
+        "terms": {column: COLUMNS[column] for column in grid.columns},
+    }
+    return page(headline(facts), [section], recommendation(facts))
 
 
-def _row(columns: tuple[str, ...], line: Line, bars: str = "") -> str:
-    name, *others = (
-        f"<td{_style(column)}>{_breakable(cell) if column in TEXT_COLUMNS else escape(cell)}"
-        for column, cell in zip(columns, line.cells, strict=True)
-    )
-    return "</td>".join([name + bars, *others, ""])
-
-
-def _style(column: str) -> str:
-    return ' class="text"' if column in TEXT_COLUMNS else ""
-
-
-def _breakable(text: str) -> str:
-    """Lets a browser break lines after the dots of a name, and not between a number and what it counts."""
-    return re.sub(r"(?<=\d) (?=\w)", "&nbsp;", escape(text)).replace(".", ".<wbr>")
-
-
-def _memory_of(unit: UnitFacts) -> dict[str, Memory]:
-    """Returns what bars show of a unit, by their style: memory that is not empty."""
-    columns = {"kept": unit.kept, "gathered": unit.gathered}
-    return {style: memory for style, memory in columns.items() if memory is not None and memory.nbytes}
-
-
-def _bars(unit: UnitFacts, most: int) -> str:
-    """Draws a unit's memory, in proportion to the unit with the most."""
-    return "".join(
-        f'<div class="bar {style} {_colour(memory)}" style="width: {100 * memory.nbytes / most:.1f}%" '
-        f'title="{style}: {amount(memory)}"></div>'
-        for style, memory in _memory_of(unit).items()
-    )
+def _bars(unit: UnitFacts) -> Iterator[tuple[str, Memory]]:
+    """Yields what bars show of a unit, by their style: memory that is not empty."""
+    for style, memory in (("kept", unit.kept), ("gathered", unit.gathered)):
+        if memory is not None and memory.nbytes:
+            yield style, memory
 
 
 def _colour(memory: Memory) -> str:

@@ -131,12 +131,24 @@ def _class_name(module: nn.Module) -> str:
 
 # ---- rows
 
-COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
-"""Columns of both tables. The first two are text, the others numbers. ``then`` is what happens to gathered parameters
-between forward and backward. A gradient has the dtype of the kept parameters unless it names another. Gathers,
-reductions and sent bytes are those of a step."""
+COLUMNS = {
+    "unit": "modules whose parameters are gathered and reduced together; equal ones share a line, with one's numbers",
+    "holds": "class of the modules, or what a bucket contains",
+    "params": "number of parameters",
+    "kept": "parameters that this rank always keeps",
+    "gathered": "the unit's parameters while its modules compute",
+    "then": "what becomes of gathered parameters between forward and backward",
+    "gradient": "this rank's part of the reduced gradient; its dtype is that of the kept parameters unless named",
+    "gathers": "all-gathers of a step",
+    "reduces": "reduce-scatters and all-reduces of a step",
+    "sent": "bytes that this rank sends in a step",
+}
+"""Columns of both tables, with their meaning. The first two are text, the others numbers."""
 
-TEXT_COLUMNS = COLUMNS[:2]
+TEXT_COLUMNS = ("unit", "holds")
+
+_LARGE_SHARE = 0.5
+"""Share of the parameters above which a unit is worth splitting: its gathered memory is most of the model."""
 
 WIDTH = 119
 """Most characters of a line."""
@@ -166,7 +178,7 @@ class Table:
 
 def table(facts: ModelFacts) -> Table:
     """Returns the units, equal ones with consecutive numbers in one line, and their totals."""
-    units = facts.units
+    units, names = facts.units, [*COLUMNS]
     total = UnitFacts(
         name=f"all {len(units)}",
         kind="",
@@ -182,11 +194,11 @@ def table(facts: ModelFacts) -> Table:
     lines = [(run[0], cells(run[0], _run_name(run))) for run in runs] + [(total, cells(total, total.name))]
     used = [
         index
-        for index, column in enumerate(COLUMNS)
+        for index, column in enumerate(names)
         if column in TEXT_COLUMNS or any(line[index] not in ("", "-") for _, line in lines)
     ]
     return Table(
-        columns=tuple(COLUMNS[index] for index in used),
+        columns=tuple(names[index] for index in used),
         lines=tuple(Line(unit, tuple(line[index] for index in used)) for unit, line in lines),
     )
 
@@ -220,7 +232,8 @@ def as_text(facts: ModelFacts) -> str:
     widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(grid.columns)})
     rows = aligned([[*map(shorten, line[:2], widths.values()), *line[2:]] for line in lines], len(TEXT_COLUMNS))
     rule = "-" * max(map(len, rows))
-    below = [note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…" for note in notes(facts)]
+    texts = [*notes(facts), recommendation(facts)]
+    below = [note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…" for note in filter(None, texts)]
     return "\n".join([headline(facts), "", rows[0], rule, *rows[1:-1], rule, rows[-1], "", *below])
 
 
@@ -249,7 +262,10 @@ def headline(facts: ModelFacts) -> str:
         return f"{whole}, replicated{of_experts}"
     num_replicas = plan.groups.num_replicas
     replicas = f", {num_replicas} replicas of each shard" if num_replicas > 1 else ""
-    what = "optimizer state" if any(unit.gathered is None for unit in facts.units) else "everything"
+    what = "everything"
+    if any(unit.gathered is None for unit in facts.units):
+        releases = any(piece.releases_grads for unit in plan.units for piece in unit.pieces)
+        what = "gradients and optimizer state" if releases else "optimizer state"
     return f"{whole}, {what} sharded over {plan.num_shards}{replicas}{of_experts}"
 
 
@@ -281,6 +297,23 @@ def notes(facts: ModelFacts) -> list[str]:
     lines.append(f"settings: {plan.changed_settings or 'all at their defaults'}")
     lines.append(f"read of the model's config: {plan.model_settings or 'nothing, it has no field that is read'}")
     return lines
+
+
+def recommendation(facts: ModelFacts) -> str:
+    """Says what would shard more, or which unit to split, or that units are balanced. Empty where nothing shards."""
+    num_ranks = facts.plan.groups.shard.size() if facts.plan.num_shards > 1 else facts.plan.groups.whole.size()
+    units = [unit for unit in facts.units if unit.num_trainable]
+    gathered = [unit for unit in units if unit.gathered is not None]
+    if num_ranks == 1 or not units:
+        return ""
+    if not gathered:
+        saved = bytes_cell(sum(unit.kept.nbytes for unit in units) * (num_ranks - 1) // num_ranks)
+        return f"To hold {saved} less of the parameters on each rank, take ZeRO-3 or FSDP2, which gather them by unit."
+    total, largest = sum(unit.num_parameters for unit in gathered), max(gathered, key=attrgetter("num_parameters"))
+    name, share = shorten(largest.name or "(the rest)", 30), largest.num_parameters / total
+    if share > _LARGE_SHARE:
+        return f"Split {name} ({share:.0%} of the parameters): name the classes of its layers in sub_modules_to_wrap."
+    return f"Keep these units: the largest, {name}, has {share:.0%} of the parameters."
 
 
 def count(number: int) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from .generations import current_generation
 from .link import tell_launcher
 from .messages import Began, Leaves
 from .processes import keep_going_without_output, say
+from .tracebacks import shorten, where
 
 CRASH_STATUS = 1
 USER_ERROR_STATUS = 2
@@ -105,9 +105,8 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
         if isinstance(error, ShardstackError) and not isinstance(error, (OutOfStepError, MemoryLimitError)):
             _leave(RUN_ERROR_STATUS if error.ended_run else USER_ERROR_STATUS, f"error: {one_line(error)}\n")
         else:
-            where = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
-            trace = "".join(traceback.format_exception(error))
-            _leave(CRASH_STATUS, f"\n{where}:\n{trace}", f"{where} stopped too: {one_line(error)[:200]}\n")
+            trace, _ = shorten(error)
+            _leave(CRASH_STATUS, f"\n{where()}:\n{trace}", f"{where()} stopped too: {one_line(error)[:200]}\n")
 
 
 def _say_that_it_ends() -> None:

@@ -8,8 +8,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
+from . import tracebacks
 from .lines import Connection, Events
 from .link import LAUNCHER_FD
 from .messages import End, Ended, FromOther, FromRank, MessageError, Said, Signal, Start, Tell, ToRank
@@ -58,8 +60,10 @@ class ThisNode:
         """Starts the process of a worker, to be LOCAL_RANK `place`."""
         ours, theirs = socket.socketpair()
         variables = {"RANK": str(place), "LOCAL_RANK": str(place), LAUNCHER_FD: str(theirs.fileno())}
+        variables[tracebacks.FILE] = f"{gettempdir()}/shardstack-{environment['TORCHELASTIC_RUN_ID']}.txt"
         with theirs:
-            process = start_rank(self._command, {**environment, **self._variables, **variables}, (theirs.fileno(),))
+            command = [tracebacks.__file__, *self._command]
+            process = start_rank(command, {**environment, **self._variables, **variables}, (theirs.fileno(),))
         lines = self._lines[worker] = Connection(ours, FromRank, lambda message: self._take(worker, message))
         self._events.add(lines)
         self._events.add_end(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -17,7 +18,7 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.model.initial_values import parameter_attributes_kept
-from core.distributed.plan.units import default_units, find_units
+from core.distributed.plan.units import default_units, find_units, resolve_names
 from tests.unit._spawn import on_ranks
 
 
@@ -109,6 +110,23 @@ def test_a_shared_weight_is_left_to_the_root():
 def test_what_is_not_a_module_class_is_refused(entry):
     with pytest.raises(WrapError, match="sub_modules_to_wrap holds"):
         find_units(Tree(), [entry])
+
+
+def test_names_of_classes_stand_for_them():
+    tree = Tree()
+    assert resolve_names(tree, ["Leaf", Branch, tree.leaf]) == (Leaf, Branch, tree.leaf)
+    assert resolve_names(tree, "Branch") == (Branch,)
+    said = "sub_modules_to_wrap names the class 'Branh', and Tree has no module of it; did you mean 'Branch'?"
+    with pytest.raises(WrapError, match=re.escape(said)):
+        resolve_names(tree, ["Branh"])
+
+
+@on_ranks(1)
+def test_wrappers_take_names_of_classes() -> None:
+    for config in (FullyShardedDataParallelConfig(), TorchFullyShardedDataParallelConfig()):
+        plans = [wrap_model(Tree(), None, config, sub_modules_to_wrap=units).plan for units in (["Branch"], [Branch])]
+        assert [unit.names for unit in plans[0].units] == [unit.names for unit in plans[1].units]
+        assert ("branches.0",) in [unit.names for unit in plans[0].units]
 
 
 def test_a_module_itself_is_a_unit_inside_another_too():

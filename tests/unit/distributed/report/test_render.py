@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -69,6 +70,12 @@ def test_every_wrapper_describes_itself(kind):
     assert "replicated: 1 buffer, 28 B" in text
     assert ("replicated and not trained: frozen" in text) == (kind not in ("fsdp2", "zero3"))
     assert other[0] == text  # shards are padded to be equal
+    state = {"zero1": "optimizer state", "zero2": "gradients and optimizer state"}
+    what = "" if kind.startswith("ddp") else state.get(kind, "everything")
+    assert lines[0].endswith(f", {what} sharded over 2" if what else ", replicated")
+    advice = "Keep these units: the largest, " if kind in ("fsdp2", "zero3") else "take ZeRO-3 or FSDP2"
+    assert advice in lines[-1] and lines[-1] in unescape(html)
+    assert all(f"<dt>{column}</dt>" in html for column in lines[2].split())
     page = _Page(html)
     assert not {"script", "link", "img", "iframe"} & set(page.tags) and page.fetched == []
     bars = re.findall(r'class="bar (\w+) \w+" style="width: ([\d.]+)%"', html)
@@ -84,6 +91,15 @@ def test_bars_are_in_proportion_to_bytes() -> None:
     # Three times the bytes; half of the fp32 values here, all of them in bf16 while gathered: as many bytes.
     expected = [("kept fp32", "33.3"), ("gathered bf16", "33.3"), ("kept fp32", "100.0"), ("gathered bf16", "100.0")]
     assert bars == expected
+
+
+@on_ranks(2)
+def test_a_unit_with_most_of_the_model_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 80))
+    text = build("fsdp2", model).describe()
+    assert text.endswith(
+        f"Split 1 ({720 / 792:.0%} of the parameters): name the classes of its layers in sub_modules_to_wrap."
+    )
 
 
 class _Named(nn.Module):

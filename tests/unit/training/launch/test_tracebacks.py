@@ -1,0 +1,116 @@
+"""What ranks of a user's program print when it fails under the launcher, and what they write."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.base.errors import ConfigError, check_positive
+from core.training.launch import tracebacks
+from core.training.launch.__main__ import main
+
+IMPORTS = "import os, sys, time\nfrom core.base.errors import check_positive\nrank = int(os.environ['RANK'])\n"
+MISTAKE = f"{IMPORTS}\ndef mine():\n    check_positive({{'size': 0}})\n\n"
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capfd, monkeypatch):
+    """Runs a program on two ranks, with files of tracebacks in a folder. Returns status, stderr, and those texts."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "kept"))
+    (tmp_path / "kept").mkdir()
+
+    def run(text: str, *arguments: str, ranks: int = 2) -> tuple[int, str, list[str]]:
+        (tmp_path / "program.py").write_text(text)
+        status = main(["--nproc-per-node", str(ranks), *(arguments or [str(tmp_path / "program.py")])])
+        kept = sorted((tmp_path / "kept").glob("shardstack-*.txt"))
+        return status, capfd.readouterr().err, [path.read_text() for path in kept]
+
+    return run
+
+
+def test_one_rank_prints_its_traceback_without_core(launch):
+    status, err, kept = launch(f"{MISTAKE}time.sleep(rank)\nmine()\n")
+    assert status == 1 and len(kept) == 1
+    first, other = err.rstrip().split("\nrank 1 of 2: ")
+    assert other == "the same error"
+    lines = first.splitlines()
+    assert lines[:2] == ["rank 0 of 2:", "Traceback (most recent call last):"]
+    assert [line.strip() for line in lines if "File" not in line][2:4] == ["mine()", "check_positive({'size': 0})"]
+    assert re.fullmatch(r"  \.\.\. 1 frame in core: see \S+\.txt", lines[-2])
+    assert lines[-1] == "core.base.errors.ConfigError: size is 0; it takes a positive number"
+    assert "core/base/errors.py" not in err and "tracebacks.py" not in err and "runpy" not in err
+    assert kept[0].count("core/base/errors.py") == 2 and kept[0].count("rank 1 of 2:\nTraceback") == 1
+
+
+def test_another_error_of_a_later_rank_is_one_line(launch):
+    status, err, kept = launch(f"{MISTAKE}time.sleep(rank)\nmine() if rank == 0 else [][3]\n")
+    assert status == 1 and err.count("Traceback") == 1
+    assert re.search(
+        r"\nrank 1 of 2: IndexError: list index out of range \(after another rank's; see \S+\.txt\)\n", err
+    )
+    assert "IndexError: list index out of range" in kept[0]
+
+
+def test_frames_of_a_user_and_causes_stay(launch):
+    caught = (
+        "try:\n    mine()\nexcept ValueError as error:\n    raise RuntimeError('my settings are wrong') from error\n"
+    )
+    _, err, _ = launch(f"{MISTAKE}{caught}", ranks=1)
+    assert "ConfigError: size is 0; it takes a positive number" in err and "direct cause" in err
+    assert err.rstrip().endswith("RuntimeError: my settings are wrong") and "in mine" in err
+    _, err, _ = launch("import json\njson.loads('{')\n", ranks=1)
+    assert "json/decoder.py" in err and "..." not in err  # nothing of core is in it
+
+
+def test_every_frame_is_printed_on_request(launch, monkeypatch):
+    monkeypatch.setenv(tracebacks.FULL, "1")
+    _, err, _ = launch(f"{MISTAKE}mine()\n", ranks=1)
+    assert "core/base/errors.py" in err and " in core" not in err
+
+
+def test_a_program_is_what_python_would_run(launch, tmp_path: Path):
+    (tmp_path / "beside.py").write_text("value = 3\n")
+    text = (
+        (
+            "import os, pickle, sys\nimport beside\nfrom dataclasses import dataclass\n"
+            "@dataclass\nclass Mine:\n    a: int\n"
+            "assert __name__ == '__main__' and sys.modules['__main__'].Mine is Mine and __file__ == sys.argv[0]\n"
+            "assert pickle.loads(pickle.dumps(Mine(3))) == Mine(beside.value)\n"
+            "assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)) and sys.argv[1:] == ['--x', '1']\n"
+            "import multiprocessing\n"
+            "if __name__ == '__main__':\n"
+            "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+            "        assert pool.map(Mine, [5]) == [Mine(5)]\n"
+        )
+        .replace("assert sys.path", "if __name__ == '__main__': assert sys.path")
+        .replace("assert __name__ == '__main__' and", "if __name__ == '__main__': assert")
+    )
+    assert launch(text, str(tmp_path / "program.py"), "--x", "1", ranks=1) == (0, "", [])
+
+
+def test_a_program_that_is_missing_or_no_python_is_said(launch, tmp_path: Path):
+    status, err, _ = launch("", str(tmp_path / "none.py"), ranks=1)
+    assert status == 2 and err.endswith("none.py cannot be read: No such file or directory; give a script\n")
+    status, err, _ = launch("x = = 1\n", ranks=1)
+    assert status == 1 and 'program.py", line 1' in err and "tracebacks.py" not in err
+
+
+def test_a_module_runs_as_by_python(tmp_path: Path):
+    (tmp_path / "thing.py").write_text("import sys\nprint(__name__, sys.argv[1:])\nraise KeyError('gone')\n")
+    command = [sys.executable, tracebacks.__file__, "-m", "thing", "a"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (1, "__main__ ['a']\n")
+    assert ended.stderr.endswith("KeyError: 'gone'\n") and "runpy" not in ended.stderr
+
+
+def test_what_cannot_be_written_is_not_shortened(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv(tracebacks.FILE, str(tmp_path / "no" / "file"))
+    try:
+        check_positive({"size": 0})
+    except ConfigError as error:
+        text, before = tracebacks.shorten(error)
+    assert "errors.py" in text and before == ""
