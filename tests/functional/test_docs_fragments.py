@@ -41,9 +41,7 @@ def _accelerate() -> Iterator[Context]:
         shutil.rmtree(names[0], ignore_errors=True)
 
 
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {
-    "trainer-and-accelerate": _accelerate,
-}
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {"trainer-and-accelerate": _accelerate}
 
 
 def _fragments() -> list[tuple[str, str]]:

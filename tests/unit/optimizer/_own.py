@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
+from core.dist_checkpointing.run_state import RunState, Scheduler
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -22,7 +23,6 @@ from core.distributed import (
     wrap_model,
 )
 from core.optimizer import MegatronOptimizer, shard_optimizer
-from core.optimizer.run_state import RunState, Scheduler
 from tests.unit._whole import whole_weights
 
 CONFIGS: dict[str, Any] = {

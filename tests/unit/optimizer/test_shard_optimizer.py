@@ -16,9 +16,9 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
+from core.dist_checkpointing.run_state import RunState
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimizer
-from core.optimizer.run_state import RunState
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole_weights
