@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from core.base.errors import CheckpointError, OptimizerError
 from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import (
     AsyncSaver,
+    Retention,
     RunState,
     load,
     load_metadata,
     load_training,
+    load_weights,
     model_state_dict,
     save,
     save_training,
@@ -266,3 +269,103 @@ def test_an_optimizer_is_copied_pickled_and_stepped_as_torchs() -> None:
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)  # which reads the defaults
     schedule.step()
     assert optimizer.defaults["lr"] == 0.1 and "MegatronOptimizer" in repr(optimizer)
+
+
+@on_ranks(2)
+def test_what_belongs_to_another_training_is_refused(tmp_path: Path) -> None:
+    one, other = Training("zero1"), Training("zero1")
+    plain = torch.optim.AdamW(one.model.parameters())
+    for parts, says in (
+        ((other.model, one.optimizer, one.scheduler), r"6 of the parameters .* are not the model's; give the model"),
+        ((one.model, one.optimizer, other.scheduler), r"the StepLR sets the rates of another optimizer"),
+        ((one.model, plain, None), r"AdamW is not an optimizer .* core\.optimizer\.shard_optimizer\(AdamW\("),
+        ((one.model, [one.optimizer], [None, None]), "there are 2 schedulers and 1 optimizers; give one for each"),
+        ((one.model, [one.optimizer, one.optimizer], None), "two optimizers have a state .*; each parameter belongs"),
+        (({"net": one.model}, one.optimizer, None), r"models are \['net'\] and optimizer has a Dist"),
+        (({"net": one.model}, {"nut": one.optimizer}, None), r"models are \['net'\] and optimizer has \['nut'\]"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            save_training(tmp_path / "now", *parts)
+    dist.barrier()
+    assert not (tmp_path / "now").exists()
+
+
+@on_ranks(2)
+def test_several_models_are_one_checkpoint(tmp_path: Path) -> None:
+    one, teacher = Training("zero2_overlap"), build("zero3", nn.Linear(4, 4), unit_classes=(nn.Linear,))
+    one.train(range(2))
+    models = {"student": one.model, "teacher": teacher}
+    save_training(tmp_path, models, {"student": one.optimizer}, {"student": one.scheduler}, 2)
+    two = Training("zero2_overlap")
+    again = {"student": two.model, "teacher": build("ddp", nn.Linear(4, 4))}
+    assert load_training(tmp_path, again, {"student": two.optimizer}, {"student": two.scheduler})[0] == 2
+    with teacher.whole_parameters():
+        assert torch.equal(teacher.module.weight, again["teacher"].module.weight)
+    expected = one.whole()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in two.whole().items())
+    alone = nn.Linear(4, 4)
+    load_weights(tmp_path, alone, name="teacher")
+    assert torch.equal(alone.weight, again["teacher"].module.weight)
+    with pytest.raises(CheckpointError, match=r"has the models student., teacher., and one was given"):
+        load_training(tmp_path, *two.parts)
+    with pytest.raises(CheckpointError, match="is a checkpoint of another model"):
+        load_weights(tmp_path, nn.Linear(4, 5), name="teacher")
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_what_a_loop_adds_comes_back_and_is_one_value(tmp_path: Path) -> None:
+    one = Training("ddp")
+    generator = torch.Generator().manual_seed(3)
+    extra = {"epoch": 3, "loader": [generator.get_state(), (1, 2.5, None)], 7: {"ä", "b"}, "rate": float("inf")}
+    save_training(tmp_path, *one.parts, step=1, extra=extra)
+    _, found = load_training(tmp_path, *one.parts)
+    assert found.keys() == extra.keys() and torch.equal(found["loader"][0], generator.get_state())
+    assert (found["loader"][1], found[7], found["rate"]) == ((1, 2.5, None), {"ä", "b"}, float("inf"))
+    for value in ({"rank": dist.get_rank()}, torch.tensor(dist.get_rank())):
+        with pytest.raises(CheckpointError, match=r"extra differs on ranks 0 and 1, .*all_gather_object"):
+            save_training(tmp_path, *one.parts, step=2, extra=value)
+    with pytest.raises(CheckpointError, match=r"extra\.net is a Linear, and a checkpoint holds numbers"):
+        save_training(tmp_path, *one.parts, step=2, extra={"net": nn.Linear(1, 1)})
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == ["iter_0000001"]
+    dist.barrier()
+
+
+def _save_streams(folder: str) -> list[float]:
+    one = Training("zero1")
+    torch.manual_seed(5 + dist.get_rank())
+    save_training(folder, *one.parts)
+    return torch.rand(2).tolist()
+
+
+def _load_streams(folder: str) -> list[float]:
+    one = Training("zero1")
+    torch.manual_seed(50)
+    context = nullcontext() if dist.get_world_size() == 2 or dist.get_rank() else pytest.warns(match="start anew")
+    with context:
+        load_training(folder, *one.parts)
+    return torch.rand(2).tolist()
+
+
+def test_random_streams_go_on_on_as_many_ranks(tmp_path: Path) -> None:
+    saved = run_distributed(_save_streams, 2, str(tmp_path))
+    assert run_distributed(_load_streams, 2, str(tmp_path)) == saved != [saved[0], saved[0]]
+    torch.manual_seed(50)
+    assert run_distributed(_load_streams, 1, str(tmp_path)) == [torch.rand(2).tolist()]
+
+
+@on_ranks(2)
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    one = Training("ddp")
+    one.train(range(1))
+    save_training(tmp_path, *one.parts, step=1)
+    with torch.no_grad():
+        next(one.model.parameters())[0, 0] = float("nan")
+    save_training(tmp_path, *one.parts, step=2, keep=Retention(last=1))
+    assert (tmp_path / "iter_0000001").exists()  # the last that a run can go on from
+    with pytest.raises(CheckpointError, match=r"infinite or NaN; iter_0000001 in the same folder is whole"):
+        load_training(tmp_path, *one.parts)
+    assert load_training(tmp_path / "iter_0000001", *one.parts)[0] == 1
+    with pytest.raises(CheckpointError, match="none: no such folder; give the folder of a run"):
+        load_training(tmp_path / "none", *one.parts)
+    dist.barrier()
