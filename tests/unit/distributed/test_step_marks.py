@@ -81,7 +81,7 @@ def test_every_mark_may_refuse_before_any_is_asked_for_gradients():
 def test_an_own_optimizer_is_passed_over_and_known():
     params, mark = _marked()
     optimizer = torch.optim.SGD(params, lr=0.1)
-    note_own_optimizer(optimizer)
+    note_own_optimizer(optimizer, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
     optimizer.step()
     assert mark.said == [] and optimizer in known_optimizers()
 
