@@ -114,8 +114,8 @@ def test_an_optimizer_built_before_wrapping_names_the_fix() -> None:
     finalize_model_grads([model])
     with pytest.raises(
         OptimizerError,
-        match=r"^SGD was built before the model was wrapped: it holds the old parameter frozen.*build the optimizer "
-        r"afterwards.*get_megatron_optimizer",
+        match=r"^SGD was built before the model was wrapped: it holds the old parameter frozen.*give it to "
+        r"core\.optimizer\.shard_optimizer",
     ):
         stale.step()
     with pytest.raises(OptimizerError, match=r"the optimizer was built before the model was wrapped"):
