@@ -148,7 +148,7 @@ def test_state_is_known_before_the_first_step(name: str, dtype: torch.dtype) -> 
         assert type(value) is type(state[kind]) and torch.equal(torch.as_tensor(value), torch.as_tensor(state[kind]))
 
 
-def test_a_schedule_that_begins_with_zero_is_probed_at_another_rate() -> None:
+def test_a_rate_of_zero_is_probed_as_another() -> None:
     model = _layers()
     optimizer = _Own(model.parameters(), _lamb)
     optimizer.param_groups[0]["lr"] = 0.0
