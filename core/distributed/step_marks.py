@@ -144,8 +144,8 @@ class _Untrained(StepMark):
         if self.module is not None:
             raise OptimizerError(
                 f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
-                "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
-                "wrapped model's parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
+                "wrapping replaced, so that its steps would change nothing; give it to core.optimizer.shard_optimizer("
+                "optimizer, model), or build it from the wrapped model's parameters"
             )
         raise OptimizerError(
             f"{optimizer} was built while parameter {self.name} was gathered, after a forward and before the end of "

@@ -86,6 +86,12 @@ def shard_optimizer(
         given = [param for group in torch_optimizer.param_groups for param in group["params"]]
         found = find_main_params(name, given, chunks)
         check_model(config, chunks, list(found.values()))
+        updated = {param for chunk in chunks for param in getattr(chunk, "updated_parameters", ())}
+        if is_fp16 and updated - {p.param for p in found.values()}:
+            raise OptimizerError(
+                "the model in fp16 has another optimizer, and a loss has one scale; give one optimizer all "
+                "parameters, in groups, or train in bf16"
+            )
         return found
 
     stages = pipeline_ranks(groups, OptimizerError)

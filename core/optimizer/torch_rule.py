@@ -66,7 +66,7 @@ class TorchRule:
         self.take(optimizer.param_groups, params)
 
     def take(self, groups: Sequence[dict[str, Any]], params: Mapping[nn.Parameter, MainParam]) -> None:
-        """Puts main tensors into some of the optimizer's groups, and this rank's part into its state; all or nothing.
+        """Puts main tensors into some of the optimizer's groups, and parts of the state it has made, or raises first.
 
         Args:
             params: see the class.
