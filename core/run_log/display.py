@@ -85,4 +85,5 @@ def _bar(step: int, last: int | None) -> Any:
 
     columns = min(COLUMNS, shutil.get_terminal_size().columns) - 1  # some terminals wrap a full line
     form = "step {n_fmt}{postfix}" if last is None else "{n_fmt}/{total_fmt} {bar} {remaining} left{postfix}"
-    return tqdm(total=last, initial=step - 1, ncols=columns, bar_format=form, mininterval=_REFRESH_S, file=sys.stderr)
+    before = max(step - 1, 0)
+    return tqdm(total=last, initial=before, ncols=columns, bar_format=form, mininterval=_REFRESH_S, file=sys.stderr)
