@@ -24,9 +24,9 @@ from core.distributed import _BaseDataParallel, finalize_model_grads
 from core.distributed.engine.gradients import BucketReduction
 from core.distributed.flat.unit import Unit
 from core.distributed.fsdp2.unit_collectives import UnitAllGather
-from core.optimizer.main_ranges import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
+from core.optimizer.main_ranges import MainRange
 from tests.functional._equality import Case
 from tests.unit._gpt import Training
 from tests.unit._runs import Curve, run_wrapped

@@ -101,7 +101,7 @@ def test_rate_and_operations_are_those_of_optimizer_and_model(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 1000}, r"steps is 1000; give the range that the loop runs over, for example range\(1000\)"),
+        ({"steps": 1000}, r"steps is 1000; give the range that the loop runs over, such as range\(1000\)"),
         ({"every": 0}, "every is 0; give 1"),
         ({"layer_norms": True}, "layer_norms needs the optimizer"),
     ],
