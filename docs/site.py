@@ -28,6 +28,7 @@ PUBLIC = (
     "core.dist_checkpointing",
     "core.verify",
     "core.planner",
+    "core.run_log",
     "core.diagnostics",
     "core.adapters.accelerate",
     "core.adapters.lightning",

@@ -127,14 +127,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             raise ConfigError("layer_norms needs the optimizer whose steps are measured; give optimizer")
         if not self.is_writer:
             return
-        first = self._steps.start if self._steps else 0
+        first = 0 if self._steps is None else self._steps.start
         if self._curve:
             import_extra("matplotlib.figure", "trackers", CURVE)  # raise now if it is missing, not after the training
         if self.folder is not None:
             make_folders(self.folder)
-            self._lines = LinesFile(self.folder / LOG_FILE, first)
             if (target := self.folder / "config.json").is_dir():
                 raise CheckpointError(f"{target} is a folder, and a run's settings are written there; move it away")
+            self._lines = LinesFile(self.folder / LOG_FILE, first)
             if settings is not None:
                 self.files.write(target, partial(write_durably, target, json.dumps(settings, indent=1)))
         for tracker in trackers:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import get_megatron_optimizer
 from core.optimizer.layer_norms import KINDS, LayerNorms, layer_of
@@ -150,3 +151,26 @@ def test_a_step_that_is_not_measured_copies_nothing():
     model(_batch(0)).backward()
     optimizer.step()
     assert norms._before is None and norms.take() == {}
+
+
+def _norms_of_halves() -> dict[str, float]:
+    """Returns norms where tensor-parallel ranks have halves of a weight and a copy of a bias."""
+    whole, bias = _batch(0), _batch(1)[0]
+    model = nn.Linear(9, 4)
+    if dist.is_initialized():
+        parallel_state.initialize_model_parallel(2)
+        whole = whole.chunk(2)[dist.get_rank()]
+        model.weight.tensor_model_parallel = True
+    model.weight.data, model.bias.data = whole, bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = LayerNorms(optimizer, model, layer=str)
+    for param in model.parameters():
+        param.grad = param.detach() * 3.0
+    optimizer.step()
+    return _numbers(norms.take())
+
+
+def test_tensor_parallel_ranks_have_the_norms_of_the_whole():
+    expected = _norms_of_halves()
+    assert expected["grad_norm/weight"] > 0 and expected["update_norm/bias"] > 0
+    assert run_distributed(_norms_of_halves, 2) == [expected, expected]

@@ -37,7 +37,7 @@ def test_a_cpu_has_no_peak():
 
 @on_ranks(2)
 def test_operations_are_those_of_the_whole_model():
-    fields = {"num_attention_heads": 2, "num_query_groups": 2}
+    fields = {"num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 36, "vocab": 64}
     parallel_state.initialize_model_parallel(1)
     whole = sum(p.numel() for p in build_gpt(False, **fields).parameters())
     parallel_state.destroy_model_parallel()
