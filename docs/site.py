@@ -34,6 +34,7 @@ PUBLIC = {
         "core.pipeline_parallel",
     ),
     "Training": (
+        "core.run_log",
         "core.training",
         "core.training.config",
         "core.training.state",

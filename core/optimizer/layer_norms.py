@@ -112,14 +112,13 @@ class LayerNorms:
         update = self._norms_of([copy.sub_(weight) for copy, weight in zip(copies, weights, strict=True)])
         self._norms = torch.cat([gradient, update, self._norms_of(weights)])
 
-    def take(self) -> Tensor | None:
-        """Returns the norms of the last step, or None if it was not measured. Waits for no device.
+    def take(self) -> dict[str, Tensor]:
+        """Returns the norms of the last step by name, such as ``grad_norm/blocks.0``, or none if it was not measured.
+
+        Waits for no device.
 
         Returns:
-            `[3 * layers]` in double on the device: gradient, update and weight, each in the order of `layers`.
+            0-dim numbers in double on the device.
         """
-        return self._norms
-
-    def by_name(self, norms: Sequence[float]) -> dict[str, float]:
-        """Names the numbers of `take` as a log does: ``grad_norm/blocks.0``."""
-        return dict(zip((f"{kind}/{layer}" for kind in KINDS for layer in self.layers), norms, strict=True))
+        names = (f"{kind}/{layer}" for kind in KINDS for layer in self.layers)
+        return {} if self._norms is None else dict(zip(names, self._norms.unbind(), strict=True))

@@ -15,50 +15,65 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base import device
-from ..comm.collectives import all_gather
+from ..comm.collectives import all_gather_by_backend
 from ..comm.lane import HostRead
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..distributed.groups import is_expert_parameter
 from ..optimizer.distrib_optimizer import groups_of_model
-from ..optimizer.layer_norms import LayerNorms
 
 
 class Figures:
     """Sums of the steps since the last line, and what ranks know together.
 
+    A rank's lead is the time from the end of a step to the end of the next forward. Until then ranks do not wait for
+    each other's gradients, so that a rank with a slow device or loader shows. Under a wrapper that gathers parameters
+    in forward they wait there, and differ less.
+
     Args:
-        group: the ranks of the run; None means this one.
+        model: what the loop calls; None leaves out the skew.
         averages: whether losses of ranks are averaged.
         flop_share: share of all devices' peak that a token in a second takes; None if it is unknown.
-        leads: measures the time to the end of a forward; None leaves the skew out.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, *, averages: bool, flop_share: float | None, leads: Leads | None
-    ) -> None:
-        self._group, self._averages, self._flop_share, self._leads = group, averages, flop_share, leads
+    def __init__(self, model: nn.Module | None, *, averages: bool, flop_share: float | None) -> None:
+        self._group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._averages, self._flop_share = averages, flop_share
+        if model is not None and self._group is not None:
+            model.register_forward_hook(self._after_forward)
+        # When the last step ended, until the next forward does. A point in time, an event on a GPU.
+        self._step_ended: Any = None
         self._clear()
 
     def _clear(self) -> None:
-        # All since the last line: `add` adds, and `take` clears them.
-        self._losses: list[Tensor | float] = []
-        self._tokens, self._steps, self._seconds = 0, 0, 0.0
+        # Sums since the last line: `add` adds, and `take` clears them.
+        self._loss: Tensor | float = 0.0
+        self._num_losses, self._tokens, self._steps, self._seconds = 0, 0, 0, 0.0
+        # Points in time at which leads begin and end. The hook of the forward adds, and `take` clears them.
+        self._leads: list[tuple[Any, Any]] = []
 
     def add(self, loss: Tensor | float | None, tokens: int, seconds: float) -> None:
         """Adds a step. Reads nothing from a device."""
         if loss is not None:
-            # The mean is a new tensor: the loop may write another loss into this one's memory.
-            self._losses.append(loss.detach().double().mean() if isinstance(loss, Tensor) else float(loss))
+            self._loss = self._loss + (loss.detach().double().mean() if isinstance(loss, Tensor) else loss)
+            self._num_losses += 1
         self._tokens += tokens
         self._seconds += seconds
         self._steps += 1
 
-    def take(self, values: Mapping[str, Any], norms: LayerNorms | None, *, reads: bool) -> dict[str, Any]:
+    def end_step(self) -> None:
+        """Begins this rank's lead."""
+        self._step_ended = _now()
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._step_ended is not None and not torch.compiler.is_compiling():  # the first micro-batch
+            self._leads.append((self._step_ended, _now()))
+            self._step_ended = None
+
+    def take(self, values: Mapping[str, Any], *, reads: bool) -> dict[str, Any]:
         """Exchanges the ranks' numbers, and starts anew. All ranks call it together.
 
         Args:
             values: more numbers, of which tensors are read.
-            norms: of the last step, read too.
             reads: False: return nothing, and do not wait for the device.
 
         Returns:
@@ -67,43 +82,33 @@ class Figures:
         Raises:
             OutOfStepError: not all ranks called it.
         """
-        lead = 0.0 if self._leads is None else self._leads.mean_s()
-        own = torch.tensor([0.0, len(self._losses), lead, peak_memory_bytes()], dtype=torch.float64)
+        lead = sum(_seconds(*points) for points in self._leads) / max(len(self._leads), 1)
+        own = torch.tensor([0.0, self._num_losses, lead, peak_memory_bytes()], dtype=torch.float64)
         own = own.to(device.current_device())
-        for loss in self._losses:
-            own[0] += loss
-        rows = own
+        own[0] = self._loss
+        rows = own.view(1, -1)
         if self._group is not None:
-            rows = own.new_empty(self._group.size() * len(own))
-            all_gather(rows, own, self._group, what="the figures of the log")
+            rows = own.new_empty(self._group.size(), len(own))
+            all_gather_by_backend(rows, own.view(1, -1), self._group, what="the figures of the log")
         steps, seconds, tokens = self._steps, self._seconds, self._tokens
         self._clear()
         if not reads:
             return {}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        of_layers = None if norms is None else norms.take()
-        numbers = [rows, *(value.detach().reshape(1).to(rows) for value in tensors.values())]
-        read = HostRead(torch.cat(numbers if of_layers is None else [*numbers, of_layers])).wait()
-        of_ranks = [read[index : index + len(own)] for index in range(0, len(rows), len(own))]
-        losses = [total / count for total, count, *_ in (of_ranks if self._averages else of_ranks[:1]) if count]
-        line: dict[str, Any] = {"loss": sum(losses) / len(losses)} if losses else {}
-        line["step_s"] = seconds / steps
+        numbers = [rows.view(-1), *(value.detach().reshape(1).to(rows) for value in tensors.values())]
+        read = HostRead(torch.cat(numbers)).wait()
+        losses, counts, leads, memory = (read[kind : rows.numel() : len(own)] for kind in range(len(own)))
+        if not self._averages:
+            losses, counts = losses[:1], counts[:1]
+        line: dict[str, Any] = {"loss": sum(losses) / sum(counts)} if any(counts) else {}
+        line |= {"step_s": seconds / steps, "memory_bytes": int(max(memory))}
         if tokens:
             line["tokens_per_s"] = tokens / seconds
-            if self._flop_share is not None:
-                line["mfu"] = tokens / seconds * self._flop_share
-        *_, leads, memory = zip(*of_ranks, strict=True)
-        line["memory_bytes"] = int(max(memory))
+        if tokens and self._flop_share is not None:
+            line["mfu"] = tokens / seconds * self._flop_share
         if len(leads) > 1 and any(leads):
             line |= {"skew": max(leads) * len(leads) / sum(leads), "slowest_rank": leads.index(max(leads))}
-        read = read[len(rows) :]
-        line |= {**values, **dict(zip(tensors, read, strict=False))}
-        return line if norms is None or of_layers is None else line | norms.by_name(read[len(tensors) :])
-
-
-def memory_kind() -> str:
-    """Returns where `peak_memory_bytes` is measured: ``GPU`` or ``RAM``."""
-    return "GPU" if device.device_type() == "cuda" else "RAM"
+        return {**line, **values, **dict(zip(tensors, read[rows.numel() :], strict=True))}
 
 
 def peak_memory_bytes() -> int:
@@ -140,42 +145,6 @@ def model_flops_per_token(chunks: Sequence[nn.Module]) -> float | None:
     own = sum(p.numel() * (cut_over if getattr(p, "tensor_model_parallel", False) else 1) for p in params)
     of_stages = pipeline_ranks(groups).all_gather((own, any(map(is_expert_parameter, params))))
     return None if any(has_experts for _, has_experts in of_stages) else 6.0 * sum(count for count, _ in of_stages)
-
-
-class Leads:
-    """Measures how long this rank takes from the end of a step to the end of the next forward.
-
-    Until then ranks do not wait for each other's gradients, so that a rank with a slow device or loader shows. Under a
-    wrapper that gathers parameters in forward they wait there, and differ less.
-
-    Args:
-        model: what the loop calls.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # Points in time, events on a GPU. `begin` and the hook of the forward add to them, `mean_s` clears them.
-        self._pairs: list[tuple[Any, Any]] = []
-        self._begun: Any = None
-        self._hook = model.register_forward_hook(self._after_forward)
-
-    def begin(self) -> None:
-        """Notes the end of a step."""
-        self._begun = _now()
-
-    def _after_forward(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._begun is not None:  # the first micro-batch
-            self._pairs.append((self._begun, _now()))
-            self._begun = None
-
-    def mean_s(self) -> float:
-        """Returns the mean since the last call in seconds, 0 without any. Waits for the device's last forward."""
-        pairs, self._pairs = self._pairs, []
-        return sum(_seconds(*pair) for pair in pairs) / max(len(pairs), 1)
-
-    def close(self) -> None:
-        self._hook.remove()
 
 
 def _now() -> Any:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +20,7 @@ from ..base.text import first_line
 from ..dist_checkpointing.agreement import Ranks
 from ..optimizer.layer_norms import LayerNorms
 from .display import Display
-from .figures import Figures, Leads, device_peak_flops, memory_kind, model_flops_per_token
+from .figures import Figures, device_peak_flops, model_flops_per_token
 from .files import CURVE, CURVE_FILE, LOG_FILE, LinesFile, OptionalFiles, draw_loss_curve
 from .trackers import Tracker, open_tracker
 
@@ -29,9 +28,9 @@ Value = float | int | str | Tensor | None
 
 
 class RunLog(AbstractContextManager["RunLog"]):
-    """The log of a run, for a loop of any kind. Every rank makes one and calls `step`; the first rank alone writes.
+    """The log of a run, for a loop of any kind.
 
-    ::
+    Every rank makes one and calls `step`. The first rank alone writes. ::
 
         log = RunLog("runs/mine", steps=range(1000), trackers=["wandb"], model=model, optimizer=optimizer)
         for step in range(1000):
@@ -69,7 +68,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         average_loss: whether losses of ranks are averaged, or are equal already.
         curve: draw ``loss.png`` at the end.
         settings: of the run, written to ``config.json`` and handed to trackers.
-        group: the ranks of the run; None means all.
 
     Raises:
         ConfigError, MissingExtraError, CheckpointError: on all ranks: an argument out of its range, a tracker that
@@ -92,63 +90,51 @@ class RunLog(AbstractContextManager["RunLog"]):
         average_loss: bool = True,
         curve: bool = False,
         settings: Mapping[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
-        ranks = Ranks(group, error=ConfigError)
+        ranks, is_range = Ranks(error=ConfigError), isinstance(steps, range)
         self.is_writer = ranks.is_first
         self.folder = Path(folder) if folder is not None and self.is_writer else None
         self._every, self._steps, self._curve, self._tokens_per_step = every, steps, curve, tokens_per_step
         self._lr: Any = None
-        """Largest learning rate of the last update; None without an optimizer. A hook of its step sets it."""
+        """Largest learning rate of the last update, None without an optimizer. A hook of its step sets it."""
         self._lines: LinesFile | None = None
         self._trackers: list[tuple[str, Tracker]] = []
         self.files = OptionalFiles(self.message)
         """Writes the files, and keeps those pending that could not be written."""
-        self._display = Display(None if not steps or not isinstance(steps, range) else steps[-1], memory_kind())
-        ranks.on_all(partial(self._open, trackers, optimizer, layer_norms, settings))
+        self._display = Display(steps[-1] if steps and is_range else None)
+        ranks.on_all(partial(self._open, trackers, settings, norms_of=optimizer if layer_norms else self))
         chunks = [model] if isinstance(model, nn.Module) else list(model)
-        self._leads = Leads(chunks[0]) if len(chunks) == 1 and ranks.size > 1 else None
         self._norms = LayerNorms(optimizer, chunks) if layer_norms and optimizer is not None else None
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._note_rate)
         operations = model_flops_per_token(chunks) if flops_per_token is None and chunks else flops_per_token
         peak = peak_flops or device_peak_flops()
-        self._figures = Figures(
-            None if ranks.size == 1 else group or dist.group.WORLD,
-            averages=average_loss,
-            flop_share=operations / peak / ranks.size if operations and peak else None,
-            leads=self._leads,
-        )
+        share = operations / peak / ranks.size if operations and peak else None
+        self._figures = Figures(chunks[0] if len(chunks) == 1 else None, averages=average_loss, flop_share=share)
         self._watch = time.perf_counter()
         """When the last step ended. `restart` sets it."""
         self._begin(steps[0] if steps else 0)
 
     def _open(
-        self,
-        trackers: Sequence[str | Tracker],
-        optimizer: Optimizer | None,
-        layer_norms: bool,
-        settings: Mapping[str, Any] | None,
+        self, trackers: Sequence[str | Tracker], settings: Mapping[str, Any] | None, norms_of: object | None
     ) -> None:
         """Checks the arguments, and on the first rank opens files and trackers."""
         if not (isinstance(self._steps, range) or self._steps is None):
-            raise ConfigError(
-                f"steps is {self._steps!r}; give the range that the loop runs over, for example range(1000)"
-            )
+            raise ConfigError(f"steps is {self._steps!r}; give the range that the loop runs over, such as range(1000)")
         if self._every < 1:
             raise ConfigError(f"every is {self._every}; give 1 for a line each step, or more")
-        if layer_norms and optimizer is None:
+        if norms_of is None:
             raise ConfigError("layer_norms needs the optimizer whose steps are measured; give optimizer")
         if not self.is_writer:
             return
-        first = self._steps.start if self._steps else 0
+        first = 0 if self._steps is None else self._steps.start
         if self._curve:
             import_extra("matplotlib.figure", "trackers", CURVE)  # raise now if it is missing, not after the training
         if self.folder is not None:
             make_folders(self.folder)
-            self._lines = LinesFile(self.folder / LOG_FILE, first)
             if (target := self.folder / "config.json").is_dir():
                 raise CheckpointError(f"{target} is a folder, and a run's settings are written there; move it away")
+            self._lines = LinesFile(self.folder / LOG_FILE, first)
             if settings is not None:
                 self.files.write(target, partial(write_durably, target, json.dumps(settings, indent=1)))
         for tracker in trackers:
@@ -181,21 +167,26 @@ class RunLog(AbstractContextManager["RunLog"]):
         """
         seconds = self.restart() if seconds is None else seconds
         self._figures.add(loss, self._tokens_per_step if tokens is None else tokens, seconds)
-        line, is_due = None, self._is_due(step)
-        if is_due:
-            if lr is not None or self._lr is not None:
-                values = {"lr": self._lr if lr is None else lr, **values}
-            line = self._figures.take(values, self._norms, reads=self.is_writer)
-            self._write(step, line)
+        line: dict[str, Any] = {}
+        if is_due := self._is_due(step):
+            rate = self._lr if lr is None else lr
+            norms = {} if self._norms is None else self._norms.take()
+            values = ({} if rate is None else {"lr": rate}) | values | norms
+            line = self._figures.take(values, reads=self.is_writer)
         if self.is_writer:
+            if is_due:
+                self._write(step, line)
             self._display.step(step, line)
         self._begin(step + 1)
         return is_due
 
     def log(self, step: int, **values: Value) -> None:
-        """Writes a line of its own, for example of a validation: ``log.log(step, validation_loss=loss)``."""
+        """Writes and shows a line of its own, for example of a validation: ``log.log(step, validation_loss=loss)``."""
         if self.is_writer:
-            self._write(step, {n: value.item() if isinstance(value, Tensor) else value for n, value in values.items()})
+            line = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+            self._write(step, line)
+            texts = (f"{name} {f'{n:.4f}' if isinstance(n, float) else n}" for name, n in line.items())
+            self.message(f"step {step}: {', '.join(texts)}")
 
     def restart(self) -> float:
         """Leaves the time since the last step out of the next one's, for example a validation's. Returns it."""
@@ -208,16 +199,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self.is_writer:
             self._display.message(text)
 
-    def close(self) -> None:
-        """Writes what waits, draws the curve of the whole run, earlier parts included, and ends the trackers."""
-        self._close(has_ended=True)
+    def close(self, *, has_ended: bool = True) -> None:
+        """Writes what waits, and ends the trackers.
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._close(has_ended=kind is None)  # after an error, leave its message as the last one
-
-    def _close(self, *, has_ended: bool) -> None:
-        if self._leads is not None:
-            self._leads.close()
+        Args:
+            has_ended: draw the curve of the whole run, earlier parts included, if it was asked for.
+        """
         if self._norms is not None:
             self._norms.is_on = False
         if not self.is_writer:
@@ -233,6 +220,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self.files.waiting:
             self.message(f"warning: not written: {', '.join(map(str, self.files.waiting))}")
 
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(has_ended=kind is None)  # after an error, leave its message as the last one
+
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0 or bool(self._steps and step == self._steps[-1])
 
@@ -240,8 +230,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Prepares the measurements of the next step."""
         if self._norms is not None:
             self._norms.is_on = self._is_due(step)
-        if self._leads is not None:
-            self._leads.begin()
+        self._figures.end_step()
 
     def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
         self._lr = max(group["lr"] for group in optimizer.param_groups)

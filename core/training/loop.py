@@ -22,12 +22,11 @@ from .checkpointing import TOKENIZER_FILE, CheckpointWriter, run_state, save_tok
 from .config import PretrainConfig
 from .data import Batch, RunData, open_batches
 from .launch.generations import current_generation, report_step
-from .launch.messages import Generation
 from .launch.processes import StopRequest
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
 from .recovery import StepCopies
 from .state import TrainingState
-from .train_step import RunningStep, StepResult, evaluate, train_step
+from .train_step import RunningStep, evaluate, train_step
 
 MODEL_FILE = "model.html"
 PROFILED_ITERATION = 3
@@ -115,14 +114,14 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 stop = reporter.finish() or stop
             copies.start(state.iteration)
             if generation is not None and generation.lost and state.iteration == begun_at + 1:
-                _report_lost_rank(log, state.iteration, generation)
+                seconds, ranks = time.time() - generation.lost_at, generation.world_size
+                log.log(state.iteration, lost=generation.lost, recovery_s=seconds, ranks=ranks)
             stop &= not is_last
             if data.valid is not None and validates and not stop:
                 with open_batches(data.valid, config) as validation:
                     num_batches = config.run.eval_iters * num_microbatches
                     validation_loss = evaluate(state.chunks, validation, num_batches, num_microbatches)
                 log.log(state.iteration, validation_loss=validation_loss)
-                log.message(f"iteration {state.iteration}: validation loss {validation_loss:.4f}")
             if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
             report_step(state.iteration, time.monotonic() - step_begun)
@@ -163,13 +162,6 @@ def _show_model(log: RunLog, state: TrainingState, num_microbatches: int) -> Non
     if log.folder is not None:
         page, target = state.model.describe("html", num_microbatches), log.folder / MODEL_FILE
         log.files.write(target, partial(target.write_text, page, encoding="utf-8"))
-
-
-def _report_lost_rank(log: RunLog, iteration: int, generation: Generation) -> None:
-    """Writes which rank was lost before the step that ends here, and the seconds from its loss to now."""
-    seconds, ranks = time.time() - generation.lost_at, generation.world_size
-    log.log(iteration, lost=generation.lost, recovery_s=seconds, ranks=ranks)
-    log.message(f"iteration {iteration}: {generation.lost}; {seconds:.1f} s later on {ranks} ranks")
 
 
 def _no_batches(*_: object) -> AbstractContextManager[Iterator[Batch]]:
@@ -231,30 +223,18 @@ class _Reporter:
         (running, iteration, seconds), self._waiting = self._waiting, None
         hashed, self._hash = self._hash, None
         result = running.result()
-        self._log_step(iteration, result, seconds + waited_s, hashed)
+        self._num_skipped += not result.has_update
+        values: dict[str, Any] = {"grad_norm": result.grad_norm, "num_zeros": result.num_zeros, **result.experts}
+        values |= {"loss_scale": result.loss_scale, "skipped": self._num_skipped}
+        if self._log.step(iteration, result.loss, lr=result.lr, seconds=seconds + waited_s, **values):
+            self._num_skipped = 0
+        if hashed is not None:
+            self._log.log(iteration, weights_hash=hashed)
         if result.stop:
             self._writer.finish()  # raises on all ranks if the failed checkpoint is the reason
         self._skips.note(iteration, result.has_update)
         self._state.skipped_steps = self._skips.in_a_row
         return result.stop
-
-    def _log_step(self, iteration: int, result: StepResult, seconds: float, hashed: str | None) -> None:
-        """Records a step. A hash of the weights has a line in any case."""
-        self._num_skipped += not result.has_update
-        hashes: dict[str, Any] = {} if hashed is None else {"weights_hash": hashed}
-        values: dict[str, Any] = {
-            "grad_norm": result.grad_norm,
-            "num_zeros": result.num_zeros,
-            "loss_scale": result.loss_scale,
-            "skipped": self._num_skipped,
-            **result.experts,
-        }
-        if self._log.step(iteration, result.loss, lr=result.lr, seconds=seconds, **values, **hashes):
-            self._num_skipped = 0
-        elif hashes:
-            self._log.log(iteration, **hashes)
-        if hashes:
-            self._log.message(f"iteration {iteration}: weights {hashed}")
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

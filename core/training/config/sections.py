@@ -282,7 +282,7 @@ class RunConfig:
 
     log_layer_norms: bool = False
     """Log the norms of gradient, update and weight of each layer, the same on any number of ranks and under any
-    wrapper. The steps that are logged take longer, and a copy of the shards that a rank updates."""
+    wrapper. The host then waits for each step, and a logged step takes a copy of the shards that a rank updates."""
 
     profile_memory: bool = False
     """Measure the memory of the run's third iteration on the first rank by category, and draw it: memory.png and

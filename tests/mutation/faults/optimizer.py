@@ -236,4 +236,25 @@ MUTATIONS = (
         r"[\1]",
         ("tests/unit/optimizer/muon/test_matrix_owners.py::test_checks_are_of_all_stages",),
     ),
+    Mutation(
+        "a layer's norm is that of one rank's shard",
+        "core.optimizer.layer_norms.LayerNorms._norms_of",
+        r"self\._statistics\.norms\((.*)\)",
+        r"torch.stack([sum(t.double().square().sum() for t in row if t is not None).sqrt() for row in \1])",
+        ("tests/unit/optimizer/test_layer_norms.py::test_every_wrapper_has_the_norms_of_one_process",),
+    ),
+    Mutation(
+        "a layer's gradient has the loss scale",
+        "core.optimizer.layer_norms.LayerNorms._before_step",
+        r" / scale",
+        "",
+        ("tests/unit/optimizer/test_layer_norms.py::test_norms_are_without_loss_scale_and_before_clipping",),
+    ),
+    Mutation(
+        "a layer's weight is the one before the step",
+        "core.optimizer.layer_norms.LayerNorms._after_step",
+        r"update, self\._norms_of\(weights\)",
+        "update, self._norms_of([copy.add_(weight) for copy, weight in zip(copies, weights)])",
+        ("tests/unit/optimizer/test_layer_norms.py::test_norms_are_those_of_the_tensors",),
+    ),
 )

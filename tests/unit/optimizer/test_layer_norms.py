@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import get_megatron_optimizer
 from core.optimizer.layer_norms import KINDS, LayerNorms, layer_of
@@ -62,10 +63,14 @@ def _norms_of_steps(wrapper: str, settings: dict[str, Any]) -> list[dict[str, fl
         optimizer.step()
         optimizer.zero_grad()
         taken = norms.take()
-        assert (taken is None) == (step == 1)
-        found += [] if taken is None else [norms.by_name(taken.tolist())]
+        assert (not taken) == (step == 1)
+        found += [_numbers(taken)] if taken else []
     assert norms.layers == LAYERS
     return found
+
+
+def _numbers(norms: dict[str, Tensor]) -> dict[str, float]:
+    return {name: norm.item() for name, norm in norms.items()}
 
 
 def _by_hand(grads: dict[str, Tensor], before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
@@ -88,9 +93,7 @@ def test_norms_are_those_of_the_tensors():
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
     after = {name: p.detach() for name, p in model.named_parameters()}
-    taken = norms.take()
-    assert taken is not None
-    found = norms.by_name(taken.tolist())
+    found = _numbers(norms.take())
     expected = _by_hand(grads, before, after)
     assert found.keys() == expected.keys()
     # the update is subtracted in the parameter's precision
@@ -126,9 +129,7 @@ def _norms_under_torch(wrapper: str) -> dict[str, float]:
     norms = LayerNorms(optimizer, wrapped)
     wrapped(_batch(0)).backward()
     optimizer.step()
-    taken = norms.take()
-    assert taken is not None
-    return norms.by_name(taken.tolist())
+    return _numbers(norms.take())
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
@@ -149,4 +150,27 @@ def test_a_step_that_is_not_measured_copies_nothing():
     norms.is_on = False
     model(_batch(0)).backward()
     optimizer.step()
-    assert norms._before is None and norms.take() is None
+    assert norms._before is None and norms.take() == {}
+
+
+def _norms_of_halves() -> dict[str, float]:
+    """Returns norms where tensor-parallel ranks have halves of a weight and a copy of a bias."""
+    whole, bias = _batch(0), _batch(1)[0]
+    model = nn.Linear(9, 4)
+    if dist.is_initialized():
+        parallel_state.initialize_model_parallel(2)
+        whole = whole.chunk(2)[dist.get_rank()]
+        model.weight.tensor_model_parallel = True
+    model.weight.data, model.bias.data = whole, bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = LayerNorms(optimizer, model, layer=str)
+    for param in model.parameters():
+        param.grad = param.detach() * 3.0
+    optimizer.step()
+    return _numbers(norms.take())
+
+
+def test_tensor_parallel_ranks_have_the_norms_of_the_whole():
+    expected = _norms_of_halves()
+    assert expected["grad_norm/weight"] > 0 and expected["update_norm/bias"] > 0
+    assert run_distributed(_norms_of_halves, 2) == [expected, expected]

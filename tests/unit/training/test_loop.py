@@ -1,11 +1,20 @@
-"""The watch of a run, and its skipped steps, which are reported once, and end it when they do not stop."""
+"""The log of a run, and its skipped steps, which are reported once, and end it when they do not stop."""
 
+from __future__ import annotations
+
+import errno
+import os
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from core.base.errors import OptimizerError
-from core.training.loop import LIMIT, SkippedSteps
+from core.run_log import RunLog, read_log
+from core.training.loop import LIMIT, SkippedSteps, _Reporter, _show_model
+from core.training.train_step import StepResult
 
 
 def test_the_first_is_warned_of_and_a_row_ends_the_run():
@@ -27,3 +36,48 @@ def test_with_a_dynamic_loss_scale_it_is_normal():
         warnings.simplefilter("error")
         for iteration in range(2 * LIMIT):
             skipped.note(iteration, False)
+
+
+def _result(loss: float, updated: bool) -> StepResult:
+    norm = 0.5 if updated else None
+    return StepResult(
+        loss=loss, has_update=updated, grad_norm=norm, num_zeros=None, stop=False, lr=0.1, loss_scale=1.0
+    )
+
+
+def _report(log: RunLog, last: int, hashes: dict[int, str]) -> None:
+    """Reports steps of a run, the second of which is skipped, each when the next one runs."""
+    state: Any = SimpleNamespace(iteration=0, optimizer=SimpleNamespace(grad_scaler=None), skipped_steps=0)
+    reporter = _Reporter(state, log, SimpleNamespace())  # type: ignore[arg-type]
+    for step in range(1, last + 1):
+        state.iteration = step
+        running: Any = SimpleNamespace(result=lambda step=step: _result(float(step), step != 2))
+        reporter.take(running)
+        if step in hashes:
+            reporter.note_hash(hashes[step])
+    reporter.finish()
+
+
+def test_lines_count_skipped_steps_and_have_hashes(tmp_path, capsys):
+    with RunLog(tmp_path, steps=range(1, 6), every=2, average_loss=False) as log, pytest.warns(UserWarning):
+        _report(log, 5, {1: "0a1b", 2: "2c3d"})
+    lines = read_log(tmp_path / "log.jsonl")
+    assert [line for line in lines if "weights_hash" in line] == [
+        {"step": 1, "weights_hash": "0a1b"},
+        {"step": 2, "weights_hash": "2c3d"},
+    ]
+    found = [(n["step"], n["loss"], n["skipped"], n["grad_norm"]) for n in lines if "loss" in n]
+    assert found == [(2, 1.5, 1, None), (4, 3.5, 0, 0.5), (5, 5.0, 0, 0.5)]
+    assert "step 2: weights_hash 2c3d" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsys):
+    def full(*_args: Any, **_options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    model = SimpleNamespace(describe=lambda *_args, **_options: "a page")
+    with RunLog(tmp_path) as log:
+        _show_model(log, SimpleNamespace(model=model), 1)  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert err.startswith("a page\nwarning: ") and "model.html cannot be written (No space left on device)" in err
