@@ -15,15 +15,15 @@ from core.training.config.arguments import collector
 
 HEAD = """# Flags
 
-Every flag of the programs, with its type and default, from the settings that the programs read. A setting of Python has
-the name of its flag with underscores, unless the flag says another one here.
+Every flag of the programs, with its type and default, from the settings that the programs read. A setting of Python
+has the name of its flag with underscores, unless the flag says another one here.
 
 ## pretrain_gpt.py
 
     python -m core.training.launch --nproc-per-node 2 examples/gpt/pretrain_gpt.py --help
 
-`python -m core.planner` takes the same flags. Defaults are those of the settings; the example has its own for a model that
-two CPU cores train in minutes, which its `--help` shows.
+`python -m core.planner` takes the same flags. Defaults are those of the settings; the example has its own for a model
+that two CPU cores train in minutes, which its `--help` shows.
 """
 
 TABLES = {

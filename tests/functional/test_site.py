@@ -189,7 +189,9 @@ def test_private_types_are_not_in_the_reference(site: Path) -> None:
     for page in (site / "packages").rglob("index.html"):
         text = re.sub(r"<(script|style).*?</\1>", "", page.read_text(), flags=re.DOTALL)
         shown = re.findall(r"(?<![\w.])_[A-Z][a-z]\w+", html.unescape(re.sub("<[^>]+>", "", text)))
-        assert set(shown) <= {"_BaseDataParallel", "_IncompatibleKeys"}, f"{page.parent.name} shows {sorted(set(shown))}"
+        assert set(shown) <= {"_BaseDataParallel", "_IncompatibleKeys"}, (
+            f"{page.parent.name} shows {sorted(set(shown))}"
+        )
 
 
 def test_every_flag_is_on_the_page_of_flags(site: Path) -> None:
