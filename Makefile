@@ -116,8 +116,8 @@ mutation: $(TESTED)
 	$(BIN)/python -m tests.mutation $(ARGS)
 
 # The pages of docs/ and the packages as a site, in site/; a dead link or anchor is an error.
-docs: $(VENV)/.installed-docs
-	$(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+docs: $(VENV)/.installed-train,docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
 check: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff format --check .

@@ -38,7 +38,7 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16,<0.21"],
     "titan": ["torchtitan>=0.3,<0.4"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "hypothesis>=6.100", "pyyaml>=6"],
-    "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
+    "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1", "ruff>=0.9"],
     "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.16", "types-tqdm"],
 }
 

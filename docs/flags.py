@@ -11,19 +11,23 @@ from typing import Any, get_args, get_origin
 
 import cyclopts
 
+from core.distributed.fully_sharded_data_parallel_config import FSDP2
+from core.training.config import build, section_types
 from core.training.config.arguments import collector
+
+ZERO3 = "optim_grads_params"
 
 HEAD = """# Flags
 
-Every flag of the programs, with its type and default, from the settings that the programs read. A setting of Python has
-the name of its flag with underscores, unless the flag says another one here.
+Every flag of the programs, with its type and default, from the settings that the programs read. A setting of Python
+has the name of its flag with underscores, unless the flag says another one here.
 
 ## pretrain_gpt.py
 
     python -m core.training.launch --nproc-per-node 2 examples/gpt/pretrain_gpt.py --help
 
-`python -m core.planner` takes the same flags. Defaults are those of the settings; the example has its own for a model that
-two CPU cores train in minutes, which its `--help` shows.
+`python -m core.planner` takes the same flags. Defaults are those of the settings; the example has its own for a model
+that two CPU cores train in minutes, which its `--help` shows.
 """
 
 TABLES = {
@@ -40,7 +44,7 @@ def page() -> str:
     for argument in arguments():
         groups.setdefault(argument.parameter.group[0].name, []).append(argument)
     for title, members in groups.items():
-        parts.append(f"### {title}\n\n{_list(map(_entry, members))}")
+        parts.append(f"### {title}\n\n{_fields_of(title)}\n\n{_list(map(_entry, members))}")
     for program, what in TABLES.items():
         table = json.loads((files(program) / "flags.json").read_text(encoding="utf-8"))
         entries = (_table_entry(program, name, options) for name, options in table.items())
@@ -54,6 +58,13 @@ def arguments() -> list[cyclopts.Argument]:
     app.default(collector({}))
     found = list(app.assemble_argument_collection())
     return sorted(found, key=lambda argument: argument.parameter.group[0].sort_key)
+
+
+def _fields_of(title: str) -> str:
+    """Returns which dataclasses have the flags of a group as fields."""
+    (section,) = (name for name, heading in build.TITLES.items() if heading == title)
+    kinds = dict.fromkeys(section_types(strategy)[section].__name__ for strategy in ("no_shard", ZERO3, FSDP2))
+    return f"Fields of {', '.join(f'`{kind}`' for kind in kinds)}."
 
 
 def _entry(argument: cyclopts.Argument) -> str:

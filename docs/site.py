@@ -1,8 +1,8 @@
 """Makes a site of the pages of this folder, which are plain Markdown for GitHub too; `make docs` calls it.
 
-The first page is the repository's README.md. Sections, groups and titles are those of README.md here. Pages of flags and
-of packages are generated, so that they cannot go stale. A file of the repository that a page links to is put next to
-the pages.
+The first page is the repository's README.md. Sections, groups and titles are those of README.md here. Pages of flags
+and of packages are generated, so that they cannot go stale. A file of the repository that a page links to is put next
+to the pages.
 """
 
 from __future__ import annotations

@@ -56,4 +56,5 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint("runs/lightning")],
     )
     trainer.fit(NextToken(), DataLoader(samples, batch_size=4, shuffle=True))
-    print(f"loss {trainer.callback_metrics['train_loss']:.3f} after {trainer.global_step} steps")
+    loss = trainer.callback_metrics["train_loss"]  # of this rank's samples
+    print(f"rank {trainer.global_rank}: loss {loss:.3f} after {trainer.global_step} steps")

@@ -77,6 +77,16 @@ def test_commands_name_files_modules_and_targets_that_exist() -> None:
             assert command.split()[1] in targets, command
 
 
+def test_yaml_that_pages_show_names_programs_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    blocks = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    assert len(blocks) >= 2
+    for block in blocks:
+        assert isinstance(yaml.safe_load(block), (dict, list))
+        for path in re.findall(r"[\w./]+\.(?:py|sh|yaml)\b", block):
+            assert (REPOSITORY / path).is_file(), path
+
+
 def test_every_flag_of_an_example_that_a_command_shows_exists(tmp_path: Path) -> None:
     pytest.importorskip("cyclopts", reason="flags need the extra 'train'")
     for script in ("pretrain_gpt", "convert"):

@@ -206,7 +206,9 @@ def test_every_flag_is_on_the_page_of_flags(site: Path) -> None:
 
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium on this machine")
-def test_a_browser_finds_neither_overflow_nor_broken_words(site: Path) -> None:
+@pytest.mark.parametrize("of_packages", [False, pytest.param(True, marks=pytest.mark.long)], ids=["pages", "packages"])
+def test_a_browser_finds_neither_overflow_nor_broken_words(site: Path, of_packages: bool) -> None:
     """On a phone and on a desktop."""
     pages = [f"/{path.parent.relative_to(site)}/".replace("/./", "/") for path in site.rglob("index.html")]
-    assert problems_of(site, pages, widths=(1280, 400), limit_s=LIMIT_S) == []
+    pages = [page for page in pages if page.startswith("/packages/") == of_packages]
+    assert len(pages) > 30 and problems_of(site, pages, widths=(1280, 400), limit_s=LIMIT_S) == []
