@@ -24,7 +24,6 @@ FILE = "SHARDSTACK_TRACEBACKS"
 FULL = "SHARDSTACK_FULL_TRACEBACK"
 """Variable: 1 prints every frame."""
 
-_CORE = Path(os.path.realpath(__file__)).parents[2]
 _MOST_CHARACTERS = 300
 
 
@@ -33,7 +32,7 @@ class _Folded(traceback.StackSummary):
 
     file = ""  # the whole traceback; `shorten` sets it before the frames are formatted
 
-    def format(self, **options: Any) -> list[str]:  # type: ignore[override]  # Python 3.13 colors it
+    def format(self, **options: Any) -> list[str]:  # Python 3.13 colors it
         return [line for folds, run in self.runs() for line in self._lines(folds, run, options)]
 
     def runs(self) -> Iterator[tuple[bool, list[traceback.FrameSummary]]]:
@@ -52,11 +51,11 @@ class _Folded(traceback.StackSummary):
 @cache
 def _room(file: str) -> str:
     """Returns whose code a file is: that of core, torch or Python, or empty for the user's."""
-    path, torch = Path(os.path.realpath(file)), getattr(sys.modules.get("torch"), "__file__", None)
-    if _CORE in path.parents:
-        return "core"
-    if torch and Path(os.path.realpath(torch)).parent in path.parents:
-        return "torch"
+    path = Path(file).resolve()
+    for room, module in (("core", "core.base.errors"), ("torch", "torch.version")):
+        known = getattr(sys.modules.get(module), "__file__", None)  # a program's own `core` has no such module
+        if known and Path(known).resolve().parents[module.count(".") - 1] in path.parents:
+            return room
     is_python = file.startswith("<frozen") or (Path(os.__file__).parent in path.parents and "-packages" not in file)
     return "Python" if is_python else ""
 
