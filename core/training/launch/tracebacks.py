@@ -78,7 +78,8 @@ def shorten(error: BaseException) -> tuple[str, str]:
     try:
         if not name and is_shorter:
             name = tempfile.mkstemp(".txt", "shardstack-")[1]
-        with os.fdopen(os.open(name or os.devnull, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+") as file:
+        number = os.open(name or os.devnull, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(number, "a+", encoding="utf-8", errors="backslashreplace") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             before = file.read()
@@ -109,23 +110,22 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _run(arguments: list[str]) -> None:
-    """Runs a program as Python would, as the module ``__main__``."""
-    sys.excepthook, sys.argv = _report, arguments
-    is_module, safe = arguments[0] == "-m", getattr(sys.flags, "safe_path", False)
-    if not safe:
-        sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
-    if is_module:
-        sys.argv = arguments[1:]
+    """Runs what Python would run for these arguments, a script, ``-m module`` or ``-c text``, as ``__main__``."""
+    kind, is_file = arguments[0], arguments[0] not in ("-c", "-m")
+    sys.excepthook, sys.argv = _report, arguments if is_file else [kind, *arguments[2:]]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(kind).resolve().parent if is_file else Path.cwd())
+    if kind == "-m":
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     try:
-        text = Path(arguments[0]).read_bytes()
+        text = Path(kind).read_bytes() if is_file else arguments[1]
     except OSError as error:
-        sys.stderr.write(f"error: {arguments[0]} cannot be read: {error.strerror}; give a script\n")
+        sys.stderr.write(f"error: {kind} cannot be read: {error.strerror}; give a script\n")
         sys.exit(2)
     main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__dict__.update(__file__=arguments[0], __builtins__=__builtins__)
-    exec(compile(text, arguments[0], "exec", dont_inherit=True), main.__dict__)
+    main.__dict__.update({"__builtins__": __builtins__, **({"__file__": kind} if is_file else {})})
+    exec(compile(text, kind if is_file else "<string>", "exec", dont_inherit=True), main.__dict__)
 
 
 if __name__ == "__main__":
