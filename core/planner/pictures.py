@@ -74,10 +74,10 @@ def _draw_step(estimate: Estimate, memory: Any, queues: Any) -> None:
 
 
 def draw_wire(figure: Any, estimates: Sequence[Estimate]) -> None:
-    """Draws the bytes that a rank sends in a step under each wrapper, in GiB: inside its node and out of it."""
+    """Draws the bytes that a rank sends to others in a step under each wrapper, in GiB: in its node and out of it."""
     axes, names = figure.subplots(), [estimate.wrapper for estimate in estimates]
     crossing, total = (
-        np.array([sum(getattr(entry, kind) for entry in estimate.wire) for estimate in estimates]) / 2**30
+        np.array([sum(getattr(entry, kind) for entry in e.wire if entry.ranks > 1) for e in estimates]) / 2**30
         for kind in ("crossing_bytes", "sent_bytes")
     )
     axes.barh(names, total - crossing, 0.6, label="stay in the node", color=_COLORS[0])

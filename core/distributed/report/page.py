@@ -11,7 +11,6 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
 from .table import (
-    COLUMNS,
     TEXT_COLUMNS,
     Memory,
     ModelFacts,
@@ -31,7 +30,7 @@ def page(title: str, sections: Sequence[Mapping[str, Any]], recommendation: str 
     Args:
         sections: each with any of: heading; svg, a picture; columns, rows and total, a table of texts, whose first
             `num_text` columns are aligned left, with bars below the first cell of each row; notes, a list of lines;
-            terms, explanations by term.
+            legend, names by color of bars; explains_columns, for those of `table`.
     """
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.filters["breakable"] = _breakable
@@ -61,7 +60,7 @@ def as_html(facts: ModelFacts) -> str:
         "legend": colours,
         "longest": amount(Memory(most)),
         "notes": notes(facts),
-        "terms": {column: COLUMNS[column] for column in grid.columns},
+        "explains_columns": True,
     }
     return page(headline(facts), [section], recommendation(facts))
 

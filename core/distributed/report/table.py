@@ -131,21 +131,10 @@ def _class_name(module: nn.Module) -> str:
 
 # ---- rows
 
-COLUMNS = {
-    "unit": "modules whose parameters are gathered and reduced together; equal ones share a line, with one's numbers",
-    "holds": "class of the modules, or what a bucket contains",
-    "params": "number of parameters",
-    "kept": "parameters that this rank always keeps",
-    "gathered": "the unit's parameters while its modules compute",
-    "then": "what becomes of gathered parameters between forward and backward",
-    "gradient": "this rank's part of the reduced gradient; its dtype is that of the kept parameters unless named",
-    "gathers": "all-gathers of a step",
-    "reduces": "reduce-scatters and all-reduces of a step",
-    "sent": "bytes that this rank sends in a step",
-}
-"""Columns of both tables, with their meaning. The first two are text, the others numbers."""
+COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
+"""Columns of both tables, which the page explains. The first two are text, the others numbers."""
 
-TEXT_COLUMNS = ("unit", "holds")
+TEXT_COLUMNS = COLUMNS[:2]
 
 _LARGE_SHARE = 0.5
 """Share of the parameters above which a unit is worth splitting: its gathered memory is most of the model."""
@@ -178,7 +167,7 @@ class Table:
 
 def table(facts: ModelFacts) -> Table:
     """Returns the units, equal ones with consecutive numbers in one line, and their totals."""
-    units, names = facts.units, [*COLUMNS]
+    units = facts.units
     total = UnitFacts(
         name=f"all {len(units)}",
         kind="",
@@ -194,11 +183,11 @@ def table(facts: ModelFacts) -> Table:
     lines = [(run[0], cells(run[0], _run_name(run))) for run in runs] + [(total, cells(total, total.name))]
     used = [
         index
-        for index, column in enumerate(names)
+        for index, column in enumerate(COLUMNS)
         if column in TEXT_COLUMNS or any(line[index] not in ("", "-") for _, line in lines)
     ]
     return Table(
-        columns=tuple(names[index] for index in used),
+        columns=tuple(COLUMNS[index] for index in used),
         lines=tuple(Line(unit, tuple(line[index] for index in used)) for unit, line in lines),
     )
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir
@@ -53,6 +54,7 @@ class ThisNode:
     ) -> None:
         self.number, self.num_ranks = number, num_ranks
         self._command, self._variables, self._events, self._take = command, variables, events, take
+        self._traces = uuid.uuid4().hex  # of the files for tracebacks, one for each restart; no other job's
         # Of each worker; `start` adds it.
         self._lines: dict[int, Connection] = {}
 
@@ -60,7 +62,8 @@ class ThisNode:
         """Starts the process of a worker, to be LOCAL_RANK `place`."""
         ours, theirs = socket.socketpair()
         variables = {"RANK": str(place), "LOCAL_RANK": str(place), LAUNCHER_FD: str(theirs.fileno())}
-        variables[tracebacks.FILE] = f"{gettempdir()}/shardstack-{environment['TORCHELASTIC_RUN_ID']}.txt"
+        restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        variables[tracebacks.FILE] = f"{gettempdir()}/shardstack-{self._traces}-{restart}.txt"
         with theirs:
             command = [tracebacks.__file__, *self._command]
             process = start_rank(command, {**environment, **self._variables, **variables}, (theirs.fileno(),))

@@ -24,7 +24,6 @@ FILE = "SHARDSTACK_TRACEBACKS"
 FULL = "SHARDSTACK_FULL_TRACEBACK"
 """Variable: 1 prints every frame."""
 
-_CORE = Path(os.path.realpath(__file__)).parents[2]
 _MOST_CHARACTERS = 300
 
 
@@ -33,7 +32,7 @@ class _Folded(traceback.StackSummary):
 
     file = ""  # the whole traceback; `shorten` sets it before the frames are formatted
 
-    def format(self, **options: Any) -> list[str]:  # type: ignore[override]  # Python 3.13 colors it
+    def format(self, **options: Any) -> list[str]:  # Python 3.13 colors it
         return [line for folds, run in self.runs() for line in self._lines(folds, run, options)]
 
     def runs(self) -> Iterator[tuple[bool, list[traceback.FrameSummary]]]:
@@ -52,11 +51,11 @@ class _Folded(traceback.StackSummary):
 @cache
 def _room(file: str) -> str:
     """Returns whose code a file is: that of core, torch or Python, or empty for the user's."""
-    path, torch = Path(os.path.realpath(file)), getattr(sys.modules.get("torch"), "__file__", None)
-    if _CORE in path.parents:
-        return "core"
-    if torch and Path(os.path.realpath(torch)).parent in path.parents:
-        return "torch"
+    path = Path(file).resolve()
+    for room, module in (("core", "core.base.errors"), ("torch", "torch.version")):
+        known = getattr(sys.modules.get(module), "__file__", None)  # a program's own `core` has no such module
+        if known and Path(known).resolve().parents[module.count(".") - 1] in path.parents:
+            return room
     is_python = file.startswith("<frozen") or (Path(os.__file__).parent in path.parents and "-packages" not in file)
     return "Python" if is_python else ""
 
@@ -79,7 +78,8 @@ def shorten(error: BaseException) -> tuple[str, str]:
     try:
         if not name and is_shorter:
             name = tempfile.mkstemp(".txt", "shardstack-")[1]
-        with os.fdopen(os.open(name or os.devnull, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+") as file:
+        number = os.open(name or os.devnull, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(number, "a+", encoding="utf-8", errors="backslashreplace") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             before = file.read()
@@ -110,23 +110,22 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _run(arguments: list[str]) -> None:
-    """Runs a program as Python would, as the module ``__main__``."""
-    sys.excepthook, sys.argv = _report, arguments
-    is_module, safe = arguments[0] == "-m", getattr(sys.flags, "safe_path", False)
-    if not safe:
-        sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
-    if is_module:
-        sys.argv = arguments[1:]
+    """Runs what Python would run for these arguments, a script, ``-m module`` or ``-c text``, as ``__main__``."""
+    kind, is_file = arguments[0], arguments[0] not in ("-c", "-m")
+    sys.excepthook, sys.argv = _report, arguments if is_file else [kind, *arguments[2:]]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(kind).resolve().parent if is_file else Path.cwd())
+    if kind == "-m":
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     try:
-        text = Path(arguments[0]).read_bytes()
+        text = Path(kind).read_bytes() if is_file else arguments[1]
     except OSError as error:
-        sys.stderr.write(f"error: {arguments[0]} cannot be read: {error.strerror}; give a script\n")
+        sys.stderr.write(f"error: {kind} cannot be read: {error.strerror}; give a script\n")
         sys.exit(2)
     main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__dict__.update(__file__=arguments[0], __builtins__=__builtins__)
-    exec(compile(text, arguments[0], "exec", dont_inherit=True), main.__dict__)
+    main.__dict__.update({"__builtins__": __builtins__, **({"__file__": kind} if is_file else {})})
+    exec(compile(text, kind if is_file else "<string>", "exec", dont_inherit=True), main.__dict__)
 
 
 if __name__ == "__main__":

@@ -61,4 +61,11 @@ MUTATIONS = (
         "return 2 *",
         ("tests/unit/planner/test_simulation.py",),
     ),
+    Mutation(
+        "a wrapper that nearly fills the memory is recommended",
+        "core.planner.tables.recommendation",
+        r"_SPARE \* e\.hardware\.memory_bytes",
+        "0",
+        ("tests/unit/planner/test_command.py::test_the_fastest_that_fits_with_a_margin_is_recommended",),
+    ),
 )

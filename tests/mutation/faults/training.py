@@ -75,6 +75,13 @@ MUTATIONS = (
         ("tests/unit/training/launch/test_supervisor.py::test_ranks_that_others_wait_for_are_found",),
     ),
     Mutation(
+        "each rank prints its own traceback of the same crash",
+        "core.training.launch.tracebacks._report",
+        r"if before:",
+        "if False:",
+        (f"{LAUNCH}test_tracebacks.py::test_one_rank_prints_its_traceback_without_core",),
+    ),
+    Mutation(
         "two launchers of one machine are taken for two machines",
         "core.training.launch.joining.Joining._refusal",
         r"name == hello\.machine and other != number",

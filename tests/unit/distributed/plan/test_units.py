@@ -123,8 +123,12 @@ def test_names_of_classes_stand_for_them():
 
 @on_ranks(1)
 def test_wrappers_take_names_of_classes() -> None:
+    world = dist.group.WORLD
     for config in (FullyShardedDataParallelConfig(), TorchFullyShardedDataParallelConfig()):
-        plans = [wrap_model(Tree(), None, config, sub_modules_to_wrap=units).plan for units in (["Branch"], [Branch])]
+        plans = [
+            wrap_model(Tree(), None, config, process_group=world, sub_modules_to_wrap=units).plan
+            for units in (["Branch"], [Branch])
+        ]
         assert [unit.names for unit in plans[0].units] == [unit.names for unit in plans[1].units]
         assert ("branches.0",) in [unit.names for unit in plans[0].units]
 

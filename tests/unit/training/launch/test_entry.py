@@ -22,13 +22,16 @@ def outcome(capsys, error: BaseException | None) -> tuple[int, str]:
     return status, capsys.readouterr().err
 
 
-def test_each_kind_of_end_has_its_status_and_its_report(capsys, monkeypatch):
+def test_each_kind_of_end_has_its_status_and_its_report(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert outcome(capsys, None) == (0, "")
     assert outcome(capsys, ConfigError("lr is 0\nseed is -1")) == (2, "error: lr is 0; seed is -1\n")
     assert outcome(capsys, KeyboardInterrupt()) == (130, "interrupted\n")
     status, err = outcome(capsys, ZeroDivisionError("oh"))
     assert status == 1
-    assert "rank 0 of 1:\nTraceback" in err and "ZeroDivisionError: oh" in err
+    assert "rank 0 of 1:\nTraceback" in err and err.endswith("ZeroDivisionError: oh\n")
+    (whole,) = tmp_path.iterdir()  # under a launcher that names no file
+    assert f"... 1 frame in core: see {whole}\n" in err and "entry.py" in whole.read_text()
     status, err = outcome(capsys, MemoryLimitError("a table\n  of lines"))
     assert status == 1 and "Traceback" in err and "MemoryLimitError: a table\n  of lines" in err
     monkeypatch.setenv("RANK", "1")
