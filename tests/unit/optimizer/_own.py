@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
-from core.dist_checkpointing.run_state import RunState, Scheduler
+from core.dist_checkpointing.run_state import Scheduler
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -148,7 +148,7 @@ class Own:
         self.model = wrapped(kind)
         self.optimizer: MegatronOptimizer = shard_optimizer(make(decayed(self.model)), self.model, **settings)
         self.scheduler = schedule(self.optimizer)
-        self.state = RunState(self.model, self.optimizer, self.scheduler)
+        self.parts = (self.model, self.optimizer, self.scheduler)
 
     def train(self, steps: range) -> None:
         train(self.model, steps, self.optimizer, scheduler=self.scheduler)

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
-from core.dist_checkpointing.run_state import RunState
+from core.dist_checkpointing import load_training, save_training
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimizer
 from tests.unit._quick import quick
@@ -114,14 +114,14 @@ def _save(kind: str, folder: str) -> None:
     for name, make in OPTIMIZERS.items():
         own = Own(kind, make)
         own.train(range(2))
-        own.state.save(Path(folder, name), metadata={"step": 2})
+        save_training(Path(folder, name), *own.parts, step=2)
 
 
 def _resume(kind: str, folder: str) -> None:
     for name, make in OPTIMIZERS.items():
         own = Own(kind, make)
         own.train(range(7, 8))  # goes elsewhere in the meantime
-        assert own.state.load(Path(folder, name))["step"] == 2
+        assert load_training(Path(folder, name), *own.parts)[0] == 2
         own.train(range(2, 4))
         assert_weights(own.model, plain(make, 4, halving))
 
@@ -146,9 +146,9 @@ def test_schedules_of_torch_bind_and_go_on(of_torchs: bool, tmp_path: Path) -> N
 
         one = Own("zero2", OPTIMIZERS["AdamW"], bound)
         one.train(range(2))
-        one.state.save(tmp_path / name)
+        save_training(tmp_path / name, *one.parts)
         two = Own("zero3", OPTIMIZERS["AdamW"], bound)
-        two.state.load(tmp_path / name)
+        load_training(tmp_path / name, *two.parts)
         two.train(range(2, 4))
         assert_weights(two.model, plain(OPTIMIZERS["AdamW"], 4, schedule))
         rates = [group["betas"] for group in one.optimizer.param_groups]
@@ -322,12 +322,12 @@ def test_fp16_has_a_loss_scale_and_one_optimizer() -> None:
 def test_a_checkpoint_of_another_class_is_refused(tmp_path: Path) -> None:
     one = Own("zero1", OPTIMIZERS["AdamW"])
     one.train(range(2))
-    one.state.save(tmp_path / "now")
+    save_training(tmp_path / "now", *one.parts)
     for name in ("NAdam", "Adam", "SGD"):
         other = Own("zero2", OPTIMIZERS[name])
         before = whole_weights(other.model)
         with pytest.raises(CheckpointError, match=f"has the state of AdamW, and the optimizer here is {name}"):
-            other.state.load(tmp_path / "now")
+            load_training(tmp_path / "now", *other.parts)
         assert_weights(other.model, before)
     dist.barrier()
 
@@ -336,10 +336,9 @@ def test_a_checkpoint_of_another_class_is_refused(tmp_path: Path) -> None:
 def test_adamw_goes_on_under_our_own_adamw(tmp_path: Path) -> None:
     one = Own("zero3", functools.partial(optim.AdamW, lr=1e-2))
     one.train(range(2))
-    one.state.save(tmp_path / "now")
+    save_training(tmp_path / "now", *one.parts)
     model = wrapped("zero1")
     ours = get_megatron_optimizer(OptimizerConfig(lr=1.0, clip_grad=0.0), [model])
-    state = RunState(model, ours, halving(ours))
-    state.load(tmp_path / "now")
+    load_training(tmp_path / "now", model, ours, halving(ours))
     assert ours.state_scalars()["step"] == 2 and ours.param_groups[0]["lr"] == 5e-3
     assert {group["weight_decay"] for group in ours.param_groups} == {0.1, 0.0}
