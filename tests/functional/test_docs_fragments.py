@@ -19,7 +19,7 @@ from tests.unit._spawn import on_ranks
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, tiny, trainer_of
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-RUN_ELSEWHERE = {"coming-from-megatron-lm": "test_megatron_script.py"}
+RUN_ELSEWHERE = {"coming-from-megatron-lm": "test_megatron_script.py", "own-script": "test_own_script_page.py"}
 
 
 Context = dict[str, Any]

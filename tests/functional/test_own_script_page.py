@@ -58,23 +58,21 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return _losses(_run(PLAIN, tmp_path_factory.mktemp("plain")).out)
 
 
-def test_the_page_names_every_wrapper_and_shows_its_losses(plain_losses: list[float]) -> None:
+def test_the_page_names_wrappers_and_shows_losses(plain_losses: list[float]) -> None:
     assert len(CONFIGS) == 5 and len(CHANGES) == 3
     shown = _losses(re.sub("^ +", "", PAGE.read_text(), flags=re.MULTILINE))
     assert shown == pytest.approx(plain_losses, abs=0.02)  # another processor rounds otherwise
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_sharded_script_has_the_losses_of_the_plain_one(
-    config: str, plain_losses: list[float], tmp_path: Path
-) -> None:
+def test_the_sharded_script_has_the_plain_losses(config: str, plain_losses: list[float], tmp_path: Path) -> None:
     losses = _losses(_run(_under(SHARDED, config), tmp_path, ranks=2).out)
     # Sums of a batch in another order, 40 updates of AdamW long, which divides roundings by themselves; four decimals.
     assert losses == pytest.approx(plain_losses, abs=2e-3)
     assert losses[-1] < losses[0] - 1
 
 
-def test_a_run_goes_on_at_another_size_and_is_exported(plain_losses: list[float], tmp_path: Path) -> None:
+def test_a_run_goes_on_and_is_exported(plain_losses: list[float], tmp_path: Path) -> None:
     _run(RESUMED, tmp_path, ranks=2)
     shutil.rmtree(tmp_path / "run" / "iter_0000040")
     (tmp_path / "run" / "latest").write_text("iter_0000020")

@@ -272,7 +272,7 @@ def test_an_optimizer_is_copied_pickled_and_stepped_as_torchs() -> None:
 
 
 @on_ranks(2)
-def test_what_belongs_to_another_training_is_refused(tmp_path: Path) -> None:
+def test_parts_of_another_training_are_refused(tmp_path: Path) -> None:
     one, other = Training("zero1"), Training("zero1")
     plain = torch.optim.AdamW(one.model.parameters())
     for parts, says in (
@@ -314,7 +314,7 @@ def test_several_models_are_one_checkpoint(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_a_loop_adds_comes_back_and_is_one_value(tmp_path: Path) -> None:
+def test_what_a_loop_adds_comes_back(tmp_path: Path) -> None:
     one = Training("ddp")
     generator = torch.Generator().manual_seed(3)
     extra = {"epoch": 3, "loader": [generator.get_state(), (1, 2.5, None)], 7: {"ä", "b"}, "rate": float("inf")}

@@ -53,7 +53,7 @@ def test_the_default_group_is_taken(kind: type[DistributedDataParallelConfig]) -
 
 
 @on_ranks(2)
-def test_the_groups_of_parallel_state_decide_where_there_are_some() -> None:
+def test_groups_of_parallel_state_decide() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     assert wrap_model(nn.Linear(4, 4), DistributedDataParallelConfig()).process_group.size() == 1
 
@@ -89,7 +89,7 @@ def test_other_arguments_are_one_line(arguments: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @on_ranks(1)
-def test_what_is_read_of_a_config_is_documented_and_described(kind: type[DistributedDataParallelConfig]) -> None:
+def test_what_is_read_of_a_config_is_said(kind: type[DistributedDataParallelConfig]) -> None:
     config = _RecordsReads()
     assert "read of the model's config: nothing, it has no field that is read" in wrap_model(
         nn.Linear(4, 4), config, kind()
@@ -101,7 +101,7 @@ def test_what_is_read_of_a_config_is_documented_and_described(kind: type[Distrib
 
 
 @on_ranks(1)
-def test_a_models_own_config_is_read_where_it_has_megatrons_fields() -> None:
+def test_a_models_own_config_is_read() -> None:
     model = nn.Linear(4, 4)
     model.config = SimpleNamespace(calculate_per_token_loss=True)
     assert wrap_model(model, DistributedDataParallelConfig()).plan.sums_gradients
