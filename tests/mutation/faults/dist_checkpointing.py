@@ -129,4 +129,32 @@ MUTATIONS = (
         "pass",
         ("tests/unit/dist_checkpointing/test_run_state.py::test_tensors_without_scalars_are_refused_at_the_step",),
     ),
+    Mutation(
+        "the random streams of other ranks go on",
+        "core.dist_checkpointing.run_state.load_training",
+        r"\(saved\['layout'\], saved\['rng_bytes'\]\) == \(_layout\(\), streams\.numel\(\)\)",
+        "saved['rng_bytes'] == streams.numel()",
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_random_streams_go_on_on_as_many_ranks",),
+    ),
+    Mutation(
+        "the schedule of another optimizer is saved",
+        "core.dist_checkpointing.run_state.RunState._check_parts",
+        r"scheduled is not None and scheduled not in",
+        "False and scheduled not in",
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_parts_of_another_training_are_refused",),
+    ),
+    Mutation(
+        "what ranks add to a checkpoint may differ",
+        "core.dist_checkpointing.run_state.save_training",
+        r"if text != texts\[0\]",
+        "if False",
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_what_a_loop_adds_comes_back",),
+    ),
+    Mutation(
+        "weights that are not finite are loaded",
+        "core.dist_checkpointing.run_state.load_training",
+        r"saved\.get\(FINITE\) is False",
+        "False",
+        ("tests/unit/dist_checkpointing/test_run_state.py::test_weights_that_are_not_finite_are_refused",),
+    ),
 )

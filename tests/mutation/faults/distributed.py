@@ -518,4 +518,18 @@ MUTATIONS = (
         "groups_in_effect()",
         ("tests/unit/distributed/test_groups.py",),
     ),
+    Mutation(
+        "a model that is split takes all ranks as its replicas",
+        "core.distributed.groups._default_ranks",
+        r"\(getattr\(config, name, None\) or 1\) > 1",
+        "False",
+        ("tests/unit/distributed/test_wrap_model.py::test_one_line_names_what_is_missing",),
+    ),
+    Mutation(
+        "a model's own config is left out",
+        "core.distributed.wrap_model",
+        r"own if hasattr\(own, 'calculate_per_token_loss'\) else None",
+        "None",
+        ("tests/unit/distributed/test_wrap_model.py::test_a_models_own_config_is_read",),
+    ),
 )
