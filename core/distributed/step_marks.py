@@ -140,12 +140,12 @@ class _Untrained(StepMark):
             "another; take references from the wrapped model, or use DistributedDataParallel"
         )
 
-    def refuse(self, optimizer: str) -> None:
+    def refuse(self, optimizer: str) -> NoReturn:
         if self.module is not None:
             raise OptimizerError(
                 f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
-                "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
-                "wrapped model's parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
+                "wrapping replaced, so that its steps would change nothing; give it to core.optimizer.shard_optimizer("
+                "optimizer, model), or build it from the wrapped model's parameters"
             )
         raise OptimizerError(
             f"{optimizer} was built while parameter {self.name} was gathered, after a forward and before the end of "
@@ -187,11 +187,12 @@ def current_parameter(optimizer: str, parameter: nn.Parameter) -> nn.Parameter:
         OptimizerError: it is what a parameter is gathered into.
     """
     mark = mark_of(parameter)
-    module = mark.module() if isinstance(mark, _Untrained) and mark.module is not None else None
-    if module is not None:
-        return module.get_parameter(mark.name)
-    reject_replaced(optimizer, parameter)
-    return parameter
+    if not isinstance(mark, _Untrained):
+        return parameter
+    module = mark.module() if mark.module is not None else None
+    if module is None:
+        mark.refuse(optimizer)
+    return module.get_parameter(mark.name)
 
 
 def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def shard_optimizer(
     Args:
         torch_optimizer: built with parameters of the model, before or after it was wrapped. It may have a part of
             them, if other optimizers have the rest. State goes on: of steps of the plain model, or loaded by torch's
-            `load_state_dict`. Call `step` and `zero_grad` of what is returned from now on.
+            `load_state_dict`. From now on its `step` and `zero_grad` are those of what is returned.
         model: what `wrap_model` returned, a plain module on one rank, or the chunks of a pipeline stage.
         clip_grad: largest global L2 norm of the gradient of these parameters. 0 turns clipping off.
         loss_scale: a constant factor of losses.
@@ -85,6 +86,12 @@ def shard_optimizer(
         given = [param for group in torch_optimizer.param_groups for param in group["params"]]
         found = find_main_params(name, given, chunks)
         check_model(config, chunks, list(found.values()))
+        updated = {param for chunk in chunks for param in getattr(chunk, "updated_parameters", ())}
+        if is_fp16 and updated - {p.param for p in found.values()}:
+            raise OptimizerError(
+                "the model in fp16 has another optimizer, and a loss has one scale; give one optimizer all "
+                "parameters, in groups, or train in bf16"
+            )
         return found
 
     stages = pipeline_ranks(groups, OptimizerError)
@@ -98,5 +105,15 @@ def shard_optimizer(
         )
     rule = stages.on_all(lambda: TorchRule(torch_optimizer, found))
     optimizer = assemble(config, chunks, list(found.values()), rule, groups)
-    torch_optimizer.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]  # its tensors have no gradients
+    _step_through(torch_optimizer, optimizer)
     return optimizer
+
+
+def _step_through(torch_optimizer: Any, optimizer: MegatronOptimizer) -> None:
+    """Makes a torch optimizer's own `step` and `zero_grad` those of the optimizer over shards."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's schedulers do not replace it then
+    torch_optimizer.step, torch_optimizer.zero_grad = step, optimizer.zero_grad

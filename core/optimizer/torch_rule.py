@@ -63,13 +63,10 @@ class TorchRule:
         self._absent: dict[Tensor, dict[str, Tensor]] = {}
         """Zeros to load into, by main tensor and kind, where the optimizer has no state yet. `state_of` adds them.
         `set_numbers` makes them the state or drops them, and `update` drops them."""
-        self._is_updating = False
-        """Whether `update` runs the optimizer's step, which nobody else may call."""
         self.take(optimizer.param_groups, params)
-        optimizer.register_step_pre_hook(self._refuse_others)
 
     def take(self, groups: Sequence[dict[str, Any]], params: Mapping[nn.Parameter, MainParam]) -> None:
-        """Puts main tensors into some of the optimizer's groups, and this rank's part into its state; all or nothing.
+        """Puts main tensors into some of the optimizer's groups, and parts of the state it has made, or raises first.
 
         Args:
             params: see the class.
@@ -96,22 +93,11 @@ class TorchRule:
             return value
         return p.part_of(value).to(p.main.dtype if value.dtype == p.param.dtype else value.dtype, copy=True)
 
-    def _refuse_others(self, *_: object) -> None:
-        if not self._is_updating:
-            name = type(self.optimizer).__name__
-            raise OptimizerError(
-                f"step() of {name} was called, which would update nothing: it was given to shard_optimizer; call "
-                "step() of what that returned"
-            )
-
     def update(self, is_finite: Tensor) -> None:
         """Updates every main tensor that has a gradient. `MegatronOptimizer` has asked whether it is finite."""
         self._absent.clear()
-        self._is_updating = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._is_updating = False
+        type(self.optimizer).step(self.optimizer)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     def take_back(self, mains: Iterable[Tensor]) -> None:
         """Does nothing: no step is skipped once it was made."""

@@ -106,6 +106,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.trained = trained
         trained.take(optimizer)
+        (trained.updates or optimizer).register_step_pre_hook(lambda *_: trained.finish_sums())
         self._is_accelerate_prepared = True  # accelerate then keeps it as it is
 
     @property
@@ -125,7 +126,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
             raise OptimizerError("step was given a closure, which would run between reduction and update; drop it")
         if not self.gradient_state.sync_gradients:
             return
-        self.trained.finish_sums()
         if self.megatron is None:
             self.optimizer.step()
         else:

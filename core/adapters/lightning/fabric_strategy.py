@@ -16,7 +16,7 @@ from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ...distributed.step import Phase
-from ..bridge.trained import Trained
+from ..bridge.trained import Trained, mix_in
 from . import shared
 
 
@@ -87,6 +87,8 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
                 "gradients of all: use one, with a group of parameters for each setting"
             )
         self._trained[optimizer] = trained
+        vars(optimizer)["wrapper"] = trained.wrapper
+        mix_in(optimizer, _ZeroesThroughWrapper)
         return optimizer
 
     # ---- a step
@@ -215,3 +217,15 @@ class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
             )
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return trained, others, optimizer is not None
+
+
+class _ZeroesThroughWrapper(Optimizer):
+    """Mixed into the class of an optimizer, of which Fabric derives its own: ``zero_grad()`` zeroes the wrapper's."""
+
+    wrapper: _BaseDataParallel
+    """The wrapper of the optimizer's parameters. Set when the optimizer is set up. Never cleared."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients of the whole model, unless they are zero."""
+        if self.wrapper.step.phase is not Phase.ZEROED:
+            self.wrapper.zero_grad_buffer()

@@ -214,9 +214,8 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule, settings: DistributedDataParallelConfig) -> None:
-    reasons: dict[str, tuple[str, ...]] = {
-        "looks the optimizer's parameters up among the module's": ("BaseFinetuning",)
-    }
+    looks_up = "looks the optimizer's parameters up among the module's"
+    reasons: dict[str, tuple[str, ...]] = {looks_up: ("BaseFinetuning",)}
     if settings.shards_parameters:
         reasons["averages whole parameters"] = ("WeightAveraging", "StochasticWeightAveraging")
     for callback in trainer.callbacks:
@@ -224,7 +223,7 @@ def _check_is_supported(trainer: Trainer, module: LightningModule, settings: Dis
             if not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(unfit):
                 raise ConfigError(
                     f"{type(callback).__name__} {reason}, and a rank has parts of them here; docs/lightning.md names "
-                    "the shardings for it"
+                    "what to do instead"
                 )
     if not module.automatic_optimization:
         raise ConfigError(

@@ -12,6 +12,8 @@ _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
 _MUON = "tests/unit/optimizer/muon/test_rule.py"
 _MUON_OVER_RANKS = "tests/unit/optimizer/muon/test_matrix_owners.py"
 _AVERAGED = "tests/unit/optimizer/test_averaged_weights.py"
+_OWN = "tests/unit/optimizer/test_shard_optimizer.py"
+_OWN_RULE = "tests/unit/optimizer/test_torch_rule.py"
 
 MUTATIONS = (
     Mutation(
@@ -114,6 +116,34 @@ MUTATIONS = (
         r"self\.start",
         "max(self.start - 1, 0)",
         SHARDED_STATE,
+    ),
+    Mutation(
+        "an optimizer that is not elementwise is taken",
+        "core.optimizer.torch_rule.probe",
+        r"not torch\.equal\(expected, .*?nan\)\)\)",
+        "False",
+        (f"{_OWN_RULE}::test_what_is_not_elementwise_is_refused_in_one_line",),
+    ),
+    Mutation(
+        "a foreign optimizer's numbers are zero in a resumed run",
+        "core.optimizer.torch_rule.TorchRule.set_numbers",
+        r"numbers\.get\(kind, 0\)",
+        "0",
+        (f"{_OWN}::test_any_wrapper_and_size_goes_on_to_the_bit", _OWN_RULE),
+    ),
+    Mutation(
+        "a rank keeps the first part of the state that an optimizer has made",
+        "core.optimizer.main_ranges.MainRange.part_of",
+        r"\[self\.start:self\.end\]",
+        "[:self.end - self.start]",
+        (f"{_OWN}::test_an_optimizer_from_before_wrapping_goes_on", "tests/unit/optimizer/test_main_ranges.py"),
+    ),
+    Mutation(
+        "the state of another class of optimizer is loaded",
+        "core.optimizer.optimizer_state.OptimizerState.check_state_scalars",
+        r"\) != kind",
+        ") is None",
+        (f"{_OWN}::test_a_checkpoint_of_another_class_is_refused",),
     ),
     Mutation(
         "Muon updates queries, keys and values as one matrix",

@@ -81,7 +81,7 @@ def test_every_mark_may_refuse_before_any_is_asked_for_gradients():
 def test_an_own_optimizer_is_passed_over_and_known():
     params, mark = _marked()
     optimizer = torch.optim.SGD(params, lr=0.1)
-    note_own_optimizer(optimizer)
+    note_own_optimizer(optimizer, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
     optimizer.step()
     assert mark.said == [] and optimizer in known_optimizers()
 
@@ -114,8 +114,8 @@ def test_an_optimizer_built_before_wrapping_names_the_fix() -> None:
     finalize_model_grads([model])
     with pytest.raises(
         OptimizerError,
-        match=r"^SGD was built before the model was wrapped: it holds the old parameter frozen.*build the optimizer "
-        r"afterwards.*get_megatron_optimizer",
+        match=r"^SGD was built before the model was wrapped: it holds the old parameter frozen.*give it to "
+        r"core\.optimizer\.shard_optimizer",
     ):
         stale.step()
     with pytest.raises(OptimizerError, match=r"the optimizer was built before the model was wrapped"):

@@ -46,13 +46,6 @@ def _refused_trainers(folder: str) -> list[str]:
             make()
         return str(caught.value)
 
-    def stepped() -> None:
-        model = tiny("llama")
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
-        optimizer.step()
-        trainer_of(model, folder, "optim", optimizers=(optimizer, None)).train()
-
     def of_wrapped() -> None:
         trainer_of(prepare_model(tiny("llama"), FSDPParams()).module, folder, "optim")
 
@@ -64,9 +57,8 @@ def _refused_trainers(folder: str) -> list[str]:
         from accelerate import Accelerator
 
         accelerator = use_shardstack(Accelerator(cpu=True), ShardstackPlugin("fsdp2"))
-        model = tiny("llama")
-        optimizer = torch.optim.AdamW(model.parameters())
-        accelerator.prepare(model)
+        optimizer = torch.optim.AdamW(tiny("llama").parameters())
+        accelerator.prepare(tiny("llama"))
         accelerator.prepare(optimizer)
 
     def late() -> None:
@@ -91,9 +83,7 @@ def _refused_trainers(folder: str) -> list[str]:
 
     half = [torch.nn.Parameter(torch.zeros(2))]
     return [
-        said(stepped),
         said(of_wrapped),
-        said(lambda: with_optimizer(lambda params: torch.optim.AdamW(params, amsgrad=True), "optim_grads")),
         said(lambda: with_optimizer(torch.optim.Adafactor, "optim_grads_params")),
         said(lambda: with_optimizer(lambda params: torch.optim.AdamW(half), "optim")),
         said(lambda: with_optimizer(lambda params: torch.optim.AdamW(list(params)[:3]), "optim")),
@@ -126,13 +116,11 @@ def _refused_trainers(folder: str) -> list[str]:
 
 def test_what_has_no_counterpart_is_said_in_one_line(tmp_path):
     expected = [
-        "has stepped before its model was prepared",
         "wrap the plain model once",
-        "AdamW(amsgrad=True) cannot update the shards of optim_grads",
         "Adafactor",
-        "built before the model was wrapped",
-        "put every trainable parameter into one group",
-        "built before the model was wrapped",
+        "has parameters of no prepared model",
+        "is in none of the groups",
+        "has parameters of no prepared model",
         "call use_shardstack before prepare",
         "build a new Trainer",
         "give model.parameters()",
@@ -158,7 +146,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path) -> None:
 
     for saving, resuming, said in (
         ((None, "a"), ("optim", "a"), "saved without use_shardstack"),
-        (("optim", "b"), ("no_shard", "b", torch.optim.Adagrad), "resume with the optimizer that saved it"),
+        (("optim", "b"), ("no_shard", "b", torch.optim.Adafactor), "resume with the optimizer that saved it"),
     ):
         with fresh_accelerate():
             trainer(saving[0], f"{tmp_path}/{saving[1]}").train()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.adapters.bridge.checkpoints import load_trained, save_trained
-from core.adapters.bridge.trained import Trained, build_update
+from core.adapters.bridge.trained import Trained
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_metadata
 from core.dist_checkpointing.format.json_values import decode, encode
@@ -54,8 +54,7 @@ def _trained(momentum: float = 0.9, bf16: bool = True, strategy: str = "optim") 
     torch.manual_seed(2)
     model = nn.Linear(4, 4, dtype=torch.bfloat16 if bf16 else None)
     trained = Trained(wrap_model(model, SimpleNamespace(), config_of(strategy), process_group=dist.group.WORLD))
-    trained.optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
-    trained.updates = build_update(trained.optimizer, trained.wrapper, "", bf16=bf16)
+    trained.take(torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
     return trained
 
 

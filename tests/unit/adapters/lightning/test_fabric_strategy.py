@@ -79,10 +79,10 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
         stale = torch.optim.SGD(Net().parameters(), 0.1)
         with pytest.raises(OptimizerError, match="holds parameters that the wrapped model has not"):
             fabric.setup(net, stale)
-        with pytest.raises(OptimizerError, match="it was built before the model was wrapped"):
+        with pytest.raises(OptimizerError, match="it was built for another one"):
             fabric.setup_optimizers(stale)
-        with pytest.raises(OptimizerError, match="RMSprop cannot update the shards of optim"):
-            fabric.setup(net, torch.optim.RMSprop(net.parameters()))
+        with pytest.raises(OptimizerError, match="Adafactor cannot update a part of a parameter"):
+            fabric.setup(net, torch.optim.Adafactor(net.parameters()))
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), 0.1))
         with pytest.raises(OptimizerError, match="a second optimizer"):

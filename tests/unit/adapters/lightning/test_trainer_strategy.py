@@ -207,9 +207,27 @@ class _BuiltBefore(Module):
         return self.optimizer
 
 
+class _BuiltThere(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class _OfAnother(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+
+
 class _Foreign(Module):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.1, amsgrad=True)
+        return torch.optim.Adafactor(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("sharding", ["optim", "fsdp2"])
+@on_ranks(2)
+def test_an_optimizer_from_before_wrapping_trains(sharding: str, tmp_path: Path) -> None:
+    with ranks_of_lightning():
+        found, expected = (whole(_fitted(sharding, tmp_path, kind())) for kind in (_BuiltBefore, _BuiltThere))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 class _WithBackbone(Module):
@@ -229,11 +247,11 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
 
     with ranks_of_lightning():
         refused(ConfigError, "automatic_optimization=False", _Manual(), **one)
-        refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
-        refused(OptimizerError, r"AdamW\(amsgrad=True\) cannot update the shards of optim", _Foreign(), "optim")
+        refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _OfAnother())
+        refused(OptimizerError, "Adafactor cannot update a part of a parameter", _Foreign(), "optim")
         thawed = "BackboneFinetuning looks the optimizer's parameters up among the module's"
         averaged = "averages whole parameters, and a rank has parts of them here"
-        for sharding in ("optim", "optim_grads", "optim_grads_params"):
+        for sharding in ("no_shard", "optim_grads", "fsdp2"):
             refused(ConfigError, thawed, _WithBackbone(), sharding, callbacks=[BackboneFinetuning()])
         for sharding in ("optim_grads_params", "fsdp2"):
             refused(ConfigError, f"EMA.* {averaged}", Module(), sharding, callbacks=[EMAWeightAveraging()])
