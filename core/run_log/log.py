@@ -58,7 +58,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         steps: the numbers of the loop's steps, `range(first, end)`. A run that goes on begins with the first step it
             makes: later lines of the run before are removed. None: the number of steps is unknown.
         every: the steps whose number this divides are logged, and the last one.
-        trackers: a name or several, ``tensorboard``, ``wandb``, ``mlflow`` or ``trackio``, or objects with `Tracker`'s methods.
+        trackers: a name or several, ``tensorboard``, ``wandb``, ``mlflow`` or ``trackio``, or objects with the methods
+            of `Tracker`.
         model: what the loop calls, or several pipeline stages, for ``skew`` and ``mfu``.
         optimizer: what makes the updates, for ``lr`` and norms.
         tokens_per_step: over all ranks, unless `step` is given them.
