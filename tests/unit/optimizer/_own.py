@@ -27,9 +27,14 @@ from tests.unit._whole import whole_weights
 
 CONFIGS: dict[str, Any] = {
     "ddp": DistributedDataParallelConfig(),
-    "zero1": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", overlap_param_gather=True),
-    "zero2": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads", bucket_size=150),
-    "zero3": FullyShardedDataParallelConfig(),
+    "zero1": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", bucket_size=100),
+    "zero2": DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads",
+        bucket_size=150,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
+    "zero3": FullyShardedDataParallelConfig(shard_cut="flat"),
     "fsdp2": TorchFullyShardedDataParallelConfig(),
 }
 Groups = list[dict[str, Any]]
@@ -73,17 +78,17 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Tied weights, and sizes that no number of ranks divides."""
+    """Tied weights, and sizes that no number of ranks divides. Buffers are cut inside the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(13, 7)
+        self.embedding = nn.Embedding(61, 7)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7), nn.Identity()) for _ in range(2)
         )
         self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 13, bias=False)
+        self.head = nn.Linear(7, 61, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -103,7 +108,7 @@ def decayed(model: nn.Module) -> Groups:
 
 
 def batch(step: int) -> Tensor:
-    return torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, 61, (4, 6), generator=torch.Generator().manual_seed(step))
 
 
 def wrapped(kind: str, model: nn.Module | None = None, **changes: Any) -> Any:
