@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
+from ..base.errors import OptimizerError
 from ..dist_checkpointing.agreement import pipeline_ranks
 from .distrib_optimizer import groups_of_model
 from .exact_sums import ExactStatistics
@@ -48,7 +49,7 @@ class LayerNorms:
         layer: maps a parameter's name to the name of its layer.
 
     Raises:
-        OptimizerError: the optimizer's parameters are not the model's.
+        OptimizerError: the optimizer has no parameter of the model.
     """
 
     def __init__(
@@ -81,6 +82,11 @@ class LayerNorms:
             given = set(chain.from_iterable(group["params"] for group in optimizer.param_groups))
             self._params = collect_main_params(self._chunks, has_master=False, only=given)
             groups = groups_of_model(self._chunks)
+            if not self._params:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} updates no parameter of the model whose layers are measured; give "
+                    "that model, and the optimizer that shard_optimizer returned if it was called"
+                )
         own = [self._layer(p.name) for p in self._params]
         self.layers = list(dict.fromkeys(chain.from_iterable(pipeline_ranks(groups).all_gather(own))))
         """Names of the layers of all pipeline stages, in order."""

@@ -58,7 +58,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         steps: the numbers of the loop's steps, `range(first, end)`. A run that goes on begins with the first step it
             makes: later lines of the run before are removed. None: the number of steps is unknown.
         every: the steps whose number this divides are logged, and the last one.
-        trackers: names, ``tensorboard``, ``wandb``, ``mlflow`` or ``trackio``, or objects with `Tracker`'s methods.
+        trackers: a name or several, ``tensorboard``, ``wandb``, ``mlflow`` or ``trackio``, or objects with the methods
+            of `Tracker`.
         model: what the loop calls, or several pipeline stages, for ``skew`` and ``mfu``.
         optimizer: what makes the updates, for ``lr`` and norms.
         tokens_per_step: over all ranks, unless `step` is given them.
@@ -80,7 +81,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         *,
         steps: range | None = None,
         every: int = 10,
-        trackers: Sequence[str | Tracker] = (),
+        trackers: str | Sequence[str | Tracker] = (),
         model: nn.Module | Sequence[nn.Module] = (),
         optimizer: Optimizer | None = None,
         tokens_per_step: int = 0,
@@ -116,7 +117,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._begin(steps[0] if steps else 0)
 
     def _open(
-        self, trackers: Sequence[str | Tracker], settings: Mapping[str, Any] | None, norms_of: object | None
+        self, trackers: str | Sequence[str | Tracker], settings: Mapping[str, Any] | None, norms_of: object | None
     ) -> None:
         """Checks the arguments, and on the first rank opens files and trackers."""
         if not (isinstance(self._steps, range) or self._steps is None):
@@ -136,8 +137,8 @@ class RunLog(AbstractContextManager["RunLog"]):
                 raise CheckpointError(f"{target} is a folder, and a run's settings are written there; move it away")
             self._lines = LinesFile(self.folder / LOG_FILE, first)
             if settings is not None:
-                self.files.write(target, partial(write_durably, target, json.dumps(settings, indent=1)))
-        for tracker in trackers:
+                self.files.write(target, partial(write_durably, target, json.dumps(settings, indent=1, default=str)))
+        for tracker in [trackers] if isinstance(trackers, str) else trackers:
             name = tracker if isinstance(tracker, str) else type(tracker).__name__
             self._trackers.append((name, open_tracker(tracker, self.folder, first, settings)))
 

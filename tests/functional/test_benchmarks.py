@@ -38,6 +38,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "pipelines": (*ONCE, "--only", "memory"),
     "planner": ("--only", "21"),
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
+    "run_log": ONCE,
     "trainers": ("adapters",),
     "two_checkouts": (str(REPOSITORY), "ZeRO-3, 128 tokens", *ONCE),
     "weights_out": ONCE,

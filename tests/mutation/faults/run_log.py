@@ -20,10 +20,10 @@ MUTATIONS = (
         ("tests/unit/run_log/test_log.py::test_the_slowest_rank_is_named",),
     ),
     Mutation(
-        "the log keeps a loss's memory, which the loop writes",
+        "the log adds up the elements of a loss",
         "core.run_log.figures.Figures.add",
-        r"\.detach\(\)\.double\(\)\.mean\(\)",
-        ".detach()",
+        r"\.mean\(\)",
+        ".sum()",
         ("tests/unit/run_log/test_log.py::test_losses_are_read_at_logged_steps_alone",),
     ),
     Mutation(

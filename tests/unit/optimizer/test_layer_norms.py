@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from core import parallel_state
+from core.base.errors import OptimizerError
 from core.distributed import finalize_model_grads
-from core.optimizer import get_megatron_optimizer
+from core.optimizer import get_megatron_optimizer, shard_optimizer
 from core.optimizer.layer_norms import KINDS, LayerNorms, layer_of
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -109,6 +110,12 @@ def test_every_wrapper_has_the_norms_of_one_process(wrapper: str, ranks: int):
         assert of_rank == expected
 
 
+def test_norms_of_muon_are_those_of_one_process():
+    settings = {"optimizer": "muon", "lr": 0.02}
+    expected = _norms_of_steps("serial", settings)
+    assert run_distributed(_norms_of_steps, 2, "zero2", settings) == [expected, expected]
+
+
 def test_norms_are_without_loss_scale_and_before_clipping():
     plain = _norms_of_steps("serial", SGD | {"clip_grad": 0.0})[0]
     scaled = _norms_of_steps("serial", SGD | {"clip_grad": 1e-3, "loss_scale": 1024.0})[0]
@@ -136,6 +143,30 @@ def _norms_under_torch(wrapper: str) -> dict[str, float]:
 def test_torchs_own_wrappers_have_them_too(wrapper: str):
     expected = _norms_under_torch("")
     assert run_distributed(_norms_under_torch, 2, wrapper) == [expected, expected]
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer = torch.optim.SGD(Blocks().parameters(), lr=0.1)
+    with pytest.raises(OptimizerError, match="SGD updates no parameter of the model whose layers are measured"):
+        LayerNorms(optimizer, Blocks())
+
+
+def _norms_of_a_sharded_optimizer(wrapper: str) -> list[float]:
+    torch.manual_seed(3)
+    model, _ = build(Blocks, wrapper, 1, {"lr": 0.05})
+    plain = torch.optim.RMSprop(model.parameters(), lr=0.05)
+    norms = LayerNorms(plain if wrapper == "serial" else shard_optimizer(plain, model), model)
+    model(_batch(0)).backward()
+    if wrapper != "serial":
+        finalize_model_grads([model])
+    (plain if wrapper == "serial" else norms._optimizer).step()
+    return [*_numbers(norms.take()).values()]
+
+
+def test_an_optimizer_of_the_users_over_shards_has_them():
+    expected = _norms_of_a_sharded_optimizer("serial")
+    assert len(expected) == 3 * len(LAYERS)
+    assert run_distributed(_norms_of_a_sharded_optimizer, 2, "zero3") == [expected, expected]
 
 
 def test_layers_are_named_after_the_first_number():

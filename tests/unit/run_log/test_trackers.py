@@ -143,6 +143,6 @@ def test_a_tracker_without_its_package_is_named(tmp_path, monkeypatch, name):
 
 def test_trackers_that_cannot_start_are_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="trackers has 'wandbb'; did you mean 'wandb'"):
-        RunLog(tmp_path, trackers=["wandbb"])
+        RunLog(tmp_path, trackers="wandbb")
     with pytest.raises(ConfigError, match="'tensorboard' writes into the log's folder, and there is none"):
         RunLog(trackers=["tensorboard"])
