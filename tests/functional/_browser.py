@@ -82,13 +82,18 @@ def problems_of(site: Path, pages: Sequence[str], widths: Sequence[int], limit_s
 
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path != "/probe":
+            if self.path == "/probe":
+                self._send("text/html", probe)
+            elif "/workers/" in self.path:  # the search, which reads all pages again in each frame
+                self._send("text/javascript", "")
+            else:
                 super().do_GET()
-                return
+
+        def _send(self, kind: str, text: str) -> None:
             self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.end_headers()
-            self.wfile.write(probe.encode())
+            self.wfile.write(text.encode())
 
         def do_POST(self) -> None:
             answer.extend(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

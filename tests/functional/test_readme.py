@@ -11,6 +11,13 @@ from tests.unit._program import REPOSITORY, programs_in, run_program
 
 EXAMPLE = REPOSITORY / "examples" / "minimal.py"
 README = REPOSITORY / "README.md"
+PASTE = """
+import code
+
+console = code.InteractiveConsole()
+for line in {lines}:
+    console.push(line)
+"""
 
 
 @pytest.mark.parametrize("page", [README, REPOSITORY / "docs" / "reproducible.md"], ids=lambda page: page.stem)
@@ -20,6 +27,14 @@ def test_the_program_prints_the_same_on_any_ranks(page: Path, tmp_path: Path) ->
     alone, launched = (run_program(tmp_path / "train.py", folder=tmp_path, ranks=ranks) for ranks in (0, 2))
     assert (alone.status, launched.status) == (0, 0), alone.err + launched.err
     assert len(alone.out.splitlines()) >= 3 and alone.out == launched.out
+
+
+def test_the_program_can_be_pasted_into_python(tmp_path: Path) -> None:
+    """Which takes a block of statements as ended by an empty line alone."""
+    (program,) = programs_in(README)
+    (tmp_path / "paste.py").write_text(PASTE.format(lines=[*program.splitlines(), ""]))
+    ended = run_program(tmp_path / "paste.py", folder=tmp_path)
+    assert "Error" not in ended.err and ended.out.splitlines()[-1].startswith("step 4: gradient norm "), ended
 
 
 def test_the_first_link_is_to_your_own_script() -> None:
