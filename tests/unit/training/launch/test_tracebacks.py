@@ -62,6 +62,7 @@ def test_frames_of_a_user_and_causes_stay(launch):
     _, err, _ = launch(f"{MISTAKE}{caught}", ranks=1)
     assert "ConfigError: size is 0; it takes a positive number" in err and "direct cause" in err
     assert err.rstrip().endswith("RuntimeError: my settings are wrong") and "in mine" in err
+    assert "core/base/errors.py" not in err
     _, err, _ = launch("import json\njson.loads('{')\n", ranks=1)
     assert "json/decoder.py" in err and "..." not in err  # nothing of core is in it
 
