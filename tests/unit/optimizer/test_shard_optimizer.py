@@ -22,6 +22,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimi
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole_weights
+from tests.unit.distributed._toys import CountedTraffic
 from tests.unit.optimizer._own import (
     CONFIGS,
     OPTIMIZERS,
@@ -215,16 +216,22 @@ def test_a_group_is_added_later(kind: str) -> None:
 def test_zeroing_between_forward_and_backward_is_torchs(kind: str) -> None:
     alone, model = Net(), wrapped(kind)
     torchs, inner = optim.AdamW(alone.parameters()), optim.AdamW(model.parameters())
-    train(alone, range(3), torchs)
+    train(alone, range(4), torchs)
     own = shard_optimizer(inner, model)
-    for step in range(3):
-        loss = model(batch(step))
-        (own if step == 1 else inner).zero_grad()
-        loss.backward()
+    gathers = []
+    for step in range(4):
+        with CountedTraffic() as traffic:
+            loss = model(batch(step))
+            for optimizer in ((), (own,), (inner,), ())[step]:
+                optimizer.zero_grad()
+            loss.backward()
+        gathers.append(traffic.gathers)
         finalize_model_grads([model])
         (inner if step == 1 else own).step()
         own.zero_grad()
     assert_weights(model, whole_weights(alone))
+    if kind in ("zero3", "fsdp2"):
+        assert gathers[1] == gathers[2] == gathers[3], "nothing is gathered again"
 
 
 @on_ranks(2)

@@ -95,12 +95,13 @@ def _loops(strategies: list[str | None], settings: dict[str, Any], by_value: flo
 @pytest.mark.parametrize(
     ("settings", "by_value"),
     [
-        ({"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}, None),
+        ({"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "nesterov": True}, None),
+        pytest.param({"optimizer": torch.optim.NAdam, "lr": 0.01, "eps": 1e-3}, None, marks=pytest.mark.long),
         pytest.param(
             {"optimizer": torch.optim.AdamW, "lr": 0.01, "eps": 1e-3, "reverse": True}, 0.02, marks=pytest.mark.long
         ),
     ],
-    ids=["sgd", "adamw, clipped by value, optimizer first"],
+    ids=["sgd", "nadam", "adamw, clipped by value, optimizer first"],
 )
 def test_a_loop_computes_what_it_does_in_one_process(settings, by_value):
     ((norms, _, weights, rates),) = run_distributed(_loops, 1, [None], settings, by_value)[0]
