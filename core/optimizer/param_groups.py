@@ -228,7 +228,7 @@ def saved_settings(
     """Returns for each group the settings that its parameters had in `groups_to_json`.
 
     Raises:
-        CheckpointError: parameters of a group had different settings, or none.
+        CheckpointError: parameters of a group had different settings, or none, or such as change another update.
     """
     of_name = {name: {k: v for k, v in group.items() if k != "params"} for group in saved for name in group["params"]}
     settings: list[dict[str, Any]] = []
@@ -241,8 +241,18 @@ def saved_settings(
                 "without some of its parameters; build the optimizer with the groups that it had, or keep those of "
                 "now, by load_state_scalars(scalars, with_groups=False)"
             )
+        if lost := [f"{k}={there[0][k]}" for k in _OF_UPDATES if there[0].get(k) and k not in group]:
+            raise CheckpointError(
+                f"the optimizer was saved with {', '.join(lost)}, which the one here does not have; continue with the "
+                "optimizer of torch that was saved, by core.optimizer.shard_optimizer"
+            )
         settings.append(decode(there[0], dict[str, Tensor]().__getitem__))
     return settings
+
+
+_OF_UPDATES = ("maximize", "amsgrad", "nesterov", "dampening")
+"""Settings of torch's optimizers that change an update, where they are not 0 or False, and that other optimizers may
+lack."""
 
 
 def load_groups(groups: Sequence[dict[str, Any]], settings: Iterable[Mapping[str, Any]]) -> None:

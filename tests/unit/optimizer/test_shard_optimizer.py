@@ -349,3 +349,21 @@ def test_adamw_goes_on_under_our_own_adamw(tmp_path: Path) -> None:
     load_training(tmp_path / "now", model, ours, halving(ours))
     assert ours.state_scalars()["step"] == 2 and ours.param_groups[0]["lr"] == 5e-3
     assert {group["weight_decay"] for group in ours.param_groups} == {0.1, 0.0}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("adam", functools.partial(optim.AdamW, maximize=True)), ("sgd", functools.partial(optim.SGD, dampening=0.5))],
+)
+@on_ranks(1)
+def test_settings_that_ours_lacks_are_not_dropped(ours: Any, theirs: Any, tmp_path: Path) -> None:
+    momentum = {"momentum": 0.9} if ours == "sgd" else {}
+    one = Own("ddp", functools.partial(theirs, lr=1e-2, **momentum))
+    one.train(range(1))
+    save_training(tmp_path, *one.parts)
+    model = wrapped("ddp")
+    other = get_megatron_optimizer(OptimizerConfig(optimizer=ours, lr=1.0, clip_grad=0.0), [model])
+    with pytest.raises(
+        CheckpointError, match=r"was saved with (maximize=True|dampening=0\.5), which the one here does"
+    ):
+        load_training(tmp_path, model, other, halving(other))
