@@ -141,7 +141,10 @@ def wrapper_tables(estimates: Sequence[Estimate], refused: Sequence[str]) -> Ite
         ]
 
     parts = [[category, *(bytes_cell(each["bytes_at_peak"][category]) for each in numbers)] for category in CATEGORIES]
-    moments = [f"peak of {each['wrapper']}: {each['peak_at']}" for each in numbers]
+    wrappers_at: dict[str, list[str]] = {}
+    for each in numbers:
+        wrappers_at.setdefault(each["peak_at"], []).append(each["wrapper"])
+    moments = [f"peak of {', '.join(wrappers)}: {moment}" for moment, wrappers in wrappers_at.items()]
     left = f"{bytes_cell(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
     fits = f"fits: in {bytes_cell(estimates[0].hardware.memory_bytes)}, with {left}"
     yield Table(["memory of a rank", *names], [*parts, *rows(_MEMORY)], [*moments, fits, *refused])
