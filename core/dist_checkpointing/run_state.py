@@ -79,6 +79,8 @@ class RunState:
         self._check_parts()
 
     def _check_parts(self) -> None:
+        for chunk in self.chunks:
+            settle_parameters(chunk)  # else a module may hold what FSDP2 has gathered
         params = {param for chunk in self.chunks for param in chunk.parameters()}
         for optimizer in self.optimizers:
             kind = type(optimizer).__name__

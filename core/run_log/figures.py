@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..base import device
 from ..comm.collectives import all_gather_by_backend
 from ..comm.lane import HostRead
+from ..comm.streams import Event
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..distributed.groups import is_expert_parameter
 from ..optimizer.distrib_optimizer import groups_of_model
@@ -150,7 +151,7 @@ def model_flops_per_token(chunks: Sequence[nn.Module]) -> float | None:
 def _now() -> Any:
     if device.device_type() != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = Event(enable_timing=True)
     event.record()
     return event
 

@@ -94,7 +94,9 @@ def _history_of_wandb(data: bytes) -> list[list[float]]:
 def test_wandb_gets_the_same_numbers(tmp_path):
     read = (
         "from tests.unit.run_log.test_trackers import _history_of_wandb\n"
-        "[file] = folder.parent.glob('wandb/offline-run-*/run-*.wandb'); found = _history_of_wandb(file.read_bytes())"
+        "import time; [file] = folder.parent.glob('wandb/offline-run-*/run-*.wandb'); found, begun = [], time.time()\n"
+        "while len(found) < 3 and time.time() < begun + 60:  # a process of wandb's own writes\n"
+        "    time.sleep(0.1); found = _history_of_wandb(file.read_bytes())"
     )
     found = _in_process(tmp_path, "wandb", read, WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
     assert found == [[1, 1.0], [2, 2.0], [3, 3.0]]

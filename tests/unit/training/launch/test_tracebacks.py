@@ -14,6 +14,11 @@ from core.training.launch import tracebacks
 from core.training.launch.__main__ import main
 
 IMPORTS = "import os, sys, time\nfrom core.base.errors import check_positive\nrank = int(os.environ['RANK'])\n"
+SECOND = (
+    "from pathlib import Path\nkept = Path(os.environ['SHARDSTACK_TRACEBACKS'])\n"
+    "while rank and not (kept.exists() and kept.stat().st_size):\n    time.sleep(0.05)\n"
+)
+"""Lets the second rank fail after the first one."""
 MISTAKE = f"{IMPORTS}\ndef mine():\n    check_positive({{'size': 0}})\n\n"
 
 
@@ -33,7 +38,7 @@ def launch(tmp_path: Path, capfd, monkeypatch):
 
 
 def test_one_rank_prints_its_traceback_without_core(launch):
-    status, err, kept = launch(f"{MISTAKE}time.sleep(rank)\nmine()\n")
+    status, err, kept = launch(f"{MISTAKE}{SECOND}mine()\n")
     assert status == 1 and len(kept) == 1
     first, other = err.rstrip().split("\nrank 1 of 2: ")
     assert other == "the same error"
@@ -47,7 +52,7 @@ def test_one_rank_prints_its_traceback_without_core(launch):
 
 
 def test_another_error_of_a_later_rank_is_one_line(launch):
-    status, err, kept = launch(f"{MISTAKE}time.sleep(rank)\nmine() if rank == 0 else [][3]\n")
+    status, err, kept = launch(f"{MISTAKE}{SECOND}mine() if rank == 0 else [][3]\n")
     assert status == 1 and err.count("Traceback") == 1
     assert re.search(
         r"\nrank 1 of 2: IndexError: list index out of range \(after another rank's; see \S+\.txt\)\n", err
