@@ -41,16 +41,20 @@ def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 # None, `torch.nn.utils.clip_grad_norm_` and loops over gradients would silently skip the parameter.
 
 UNREADABLE = (
-    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, or keeps it in "
-    "another dtype; clip by OptimizerConfig(clip_grad=...) and step by get_megatron_optimizer, read this rank's part "
-    "with wrapper.local_gradient(param), or use the sharding strategy 'no_shard', and no setting that keeps gradients "
-    "in fp32"
+    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, keeps it in "
+    "another dtype, or has not reduced it over ranks yet (finalize_model_grads does); clip by shard_optimizer(..., "
+    "clip_grad=...) or OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), or "
+    "use the sharding strategy 'no_shard', and no setting that keeps gradients in fp32"
 )
 
 
 def is_unreadable(gradient: Any) -> bool:
     """Returns whether a gradient is an `UnreadableGradient`."""
     return type(gradient) is UnreadableGradient
+
+
+_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+"""How autograd adds a gradient to ``param.grad``."""
 
 
 class UnreadableGradient(Tensor):
@@ -68,14 +72,17 @@ class UnreadableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ADDITIONS:  # autograd's, which a mode such as a counter of operations has seen
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         raise ShardstackError(UNREADABLE)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Autograd adds a new gradient to `param.grad` in C++. Keep it for the wrapper's hook, which comes next.
-        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
+        if func in _ADDITIONS and is_unreadable(args[0]):
             vars(args[0])["added"] = args[1]
-            return args[0]
+            return args[1] if func is _ADDITIONS[0] else args[0]  # in place, a mode alone reads what is returned
         raise ShardstackError(UNREADABLE)
 
 
