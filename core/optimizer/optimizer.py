@@ -114,7 +114,6 @@ class MegatronOptimizer(OptimizerState):
             return False, None, None
         return outcome.has_update, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
-    @torch.optim.Optimizer.profile_hook_step  # runs hooks of steps
     @torch.no_grad()
     def start_step(
         self, report: Tensor | None = None, *, on_outcome: Callable[[StepOutcome], None] | None = None
@@ -135,8 +134,12 @@ class MegatronOptimizer(OptimizerState):
         """
         self._conclude()
         if not isinstance(self.rule, SkippableRule):
-            self._reduce_gradients()
+            self._reduce_gradients()  # before hooks, which read gradients
+        self._start_reduced(report, on_outcome=on_outcome)
 
+    @torch.optim.Optimizer.profile_hook_step  # runs hooks of steps
+    @torch.no_grad()
+    def _start_reduced(self, report: Tensor | None, *, on_outcome: Callable[[StepOutcome], None] | None) -> None:
         # Gather and check.
         self._check_may_step()
         if self._has_unfinished_step and not self._written_params.were_counted():

@@ -151,22 +151,25 @@ def test_an_optimizer_of_another_model_is_refused():
         LayerNorms(optimizer, Blocks())
 
 
-def _norms_of_a_sharded_optimizer(wrapper: str) -> list[float]:
+def _norms_of_a_sharded_optimizer(wrapper: str, is_reduced_by_step: bool) -> list[float]:
     torch.manual_seed(3)
     model, _ = build(Blocks, wrapper, 1, {"lr": 0.05})
     plain = torch.optim.RMSprop(model.parameters(), lr=0.05)
     norms = LayerNorms(plain if wrapper == "serial" else shard_optimizer(plain, model), model)
     model(_batch(0)).backward()
-    if wrapper != "serial":
+    if wrapper != "serial" and not is_reduced_by_step:
         finalize_model_grads([model])
     (plain if wrapper == "serial" else norms._optimizer).step()
     return [*_numbers(norms.take()).values()]
 
 
-def test_an_optimizer_of_the_users_over_shards_has_them():
-    expected = _norms_of_a_sharded_optimizer("serial")
+@pytest.mark.parametrize("is_reduced_by_step", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_an_optimizer_of_the_users_over_shards_has_them(wrapper: str, is_reduced_by_step: bool):
+    expected = _norms_of_a_sharded_optimizer("serial", False)
     assert len(expected) == 3 * len(LAYERS)
-    assert run_distributed(_norms_of_a_sharded_optimizer, 2, "zero3") == [expected, expected]
+    found = run_distributed(_norms_of_a_sharded_optimizer, 2, wrapper, is_reduced_by_step)
+    assert found == [expected, expected]
 
 
 def test_layers_are_named_after_the_first_number():
