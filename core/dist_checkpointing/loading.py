@@ -76,8 +76,12 @@ def load(
     problems = _problems(state, index, strict, optional, ranks)
     refuse(f"{folder} is a checkpoint of another model or layout", problems)
     targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
-    moved_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
-    line = _verify(targets, source, index, moved_names, verify, ranks)
+    try:
+        moved_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
+        line = _verify(targets, source, index, moved_names, verify, ranks)
+    except BaseException:
+        note_loaded(sharded_state_dict[name] for name in targets)  # damaged, or in part: nobody trains on from it
+        raise
     if report is not None:
         report(line)
     for tensor, stand_in in casts.values():

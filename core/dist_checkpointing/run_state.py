@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -217,15 +217,17 @@ def save_training(
             another model, or a scheduler of another optimizer.
     """
     ranks = Ranks()
+    if not isinstance(step, SupportsIndex) or (step := operator.index(step)) < 0:
+        raise CheckpointError(f"step is {step!r}; give the number of updates made, 0 or more")
     states = ranks.on_all(lambda: _states(model, optimizer, scheduler))
     kept: dict[str, Tensor] = {}
     values = ranks.on_all(lambda: encode(extra, _EXTRA, kept))
     hashes = {name: box_hash(tensor, [0] * tensor.dim(), tensor.shape) for name, tensor in kept.items()}
-    texts = ranks.all_gather(json.dumps([values, hashes], sort_keys=True))
+    texts = ranks.all_gather(json.dumps([str(folder), step, values, hashes], sort_keys=True))
     if differing := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         raise CheckpointError(
-            f"extra differs on ranks 0 and {differing[0]}, and one value is saved; give all ranks the same, such as "
-            "a list of what each has (torch.distributed.all_gather_object)"
+            f"folder, step or extra differs on ranks 0 and {differing[0]}, and one value is saved; give all ranks the "
+            "same, such as a list of what each has (torch.distributed.all_gather_object)"
         )
     metadata: dict[str, Any] = {"step": step, _EXTRA: values, "layout": _layout()}
     metadata["training"] = {prefix: state.metadata() for prefix, state in states.items()}
@@ -234,7 +236,7 @@ def save_training(
     streams = packed_rng_state()
     metadata["rng_bytes"] = streams.numel()
     tensors |= {name: of_first_rank(tensor) for name, tensor in kept.items()} | {_own_streams(ranks): streams}
-    path = checkpoint_directory(folder, operator.index(step))
+    path = checkpoint_directory(folder, step)
     (save if saver is None else saver.save)(tensors, path, metadata=metadata, keep=keep)
     return path
 
@@ -343,6 +345,8 @@ def _states(model: Any, optimizer: Any, scheduler: Any) -> dict[str, RunState]:
         if not isinstance(parts, Mapping) or (unknown := parts.keys() - model.keys()):
             found = f"a {type(parts).__name__}" if not isinstance(parts, Mapping) else sorted(unknown)
             raise CheckpointError(f"models are {sorted(model)} and {name} has {found}; give a dict with these names")
+    if taken := [name for name in model if "." in name or name in (_EXTRA, "rng")]:
+        raise CheckpointError(f"a model has the name {taken[0]!r}; give one without a dot, and not 'extra' or 'rng'")
     return {f"{k}.": RunState(m, of["optimizer"].get(k), of["scheduler"].get(k)) for k, m in model.items()}
 
 

@@ -73,6 +73,8 @@ def wrap_model(
     if config is None:
         own = getattr(unwrap_model(module), "config", None)
         config = own if hasattr(own, "calculate_per_token_loss") else None
+    elif ddp_config is None:
+        ddp_config = config  # refused below: these are no settings
     if ddp_config is None:
         ddp_config = DistributedDataParallelConfig()
     if not isinstance(module, nn.Module) or not isinstance(ddp_config, DistributedDataParallelConfig):

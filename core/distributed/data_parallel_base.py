@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -122,6 +123,10 @@ class _BaseDataParallel(_WrappedParameters):
         self.process_group = groups.whole
         # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built.
         self.updated_parameters: set[nn.Parameter] = set()
+        # The optimizers of `core.optimizer` over this model: each adds itself when it is built. And those of them that
+        # have stepped since gradients were zeroed: `zero_grad_buffer` clears them.
+        self.optimizers: WeakSet[Any] = WeakSet()
+        self.stepped_optimizers: WeakSet[Any] = WeakSet()
         # What the model has of `CountsInStep`. Each step uses it, because looking for them takes long.
         self.counting_modules = counting_modules(module)
 
@@ -283,6 +288,7 @@ class _BaseDataParallel(_WrappedParameters):
         for module in self.counting_modules:
             module.clear_step_sums()
         self.step.enter(Phase.ZEROED)
+        self.stepped_optimizers.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Calls `zero_grad_buffer`, by torch's name. Gradients are None or unused memory in both forms."""

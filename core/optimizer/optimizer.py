@@ -81,6 +81,7 @@ class MegatronOptimizer(OptimizerState):
         """Derives what depends on which parameters are updated: at construction, and when a group is added."""
         for wrapper in self._wrappers:
             wrapper.updated_parameters.update(p.param for p in self._params)
+            wrapper.optimizers.add(self)
         # Parameters whose storage is checked here, because their wrappers' guards do not.
         checking = [wrapper for wrapper in self._wrappers if wrapper.engine.places]
         self._checked_here = [p for p in self._params if owner_of(p.param) not in checking]
@@ -197,6 +198,7 @@ class MegatronOptimizer(OptimizerState):
         for wrapper in self._wrappers:
             wrapper.check_step(type(self).__name__)
             _check_updated(wrapper)
+            wrapper.stepped_optimizers.add(self)
         for p in self._checked_here:
             p.check_storage()
 
@@ -312,15 +314,31 @@ class MegatronOptimizer(OptimizerState):
 
         A wrapped model's gradients are cleared by `zero_grad_buffer`, whatever `set_to_none` is, unless they are zero:
         loops also call it between forward and backward.
+
+        Raises:
+            OptimizerError: another optimizer of the same model has not stepped, and would lose its gradients.
         """
         for wrapper in self._wrappers:
             if wrapper.step.phase is not Phase.ZEROED:
+                self._check_others_stepped(wrapper)
                 wrapper.zero_grad_buffer()
         for p in self._params:
             if set_to_none:
                 p.param.grad = None
             elif p.param.grad is not None:
                 p.param.grad.zero_()
+
+    def _check_others_stepped(self, wrapper: _BaseDataParallel) -> None:
+        """Raises where this optimizer has stepped and one of other parameters has not, which would lose gradients."""
+        if len(wrapper.optimizers) == 1 or self not in wrapper.stepped_optimizers:
+            return
+        own = {p.param for p in self._params}
+        if any(own.isdisjoint(one.main_tensors()) for one in wrapper.optimizers - wrapper.stepped_optimizers):
+            raise OptimizerError(
+                "zero_grad was called after this optimizer has stepped and another one of the same model has not, "
+                "whose gradients it would zero too; step both before, or call the model's zero_grad_buffer() to drop "
+                "them"
+            )
 
     def get_loss_scale(self) -> Tensor:
         """Returns the loss scale as a 0-dim fp32 tensor, 1 without loss scaling."""

@@ -41,6 +41,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         case float():
             return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
         case torch.Tensor():
+            if where in tensors:
+                raise CheckpointError(f"two tensors have the name {where}, by keys with dots; rename one")
             tensors[where] = value.detach()
             return {_TENSOR: where}
         case list():

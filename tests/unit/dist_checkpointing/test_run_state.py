@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -281,6 +282,8 @@ def test_parts_of_another_training_are_refused(tmp_path: Path) -> None:
         ((one.model, plain, None), r"AdamW is not an optimizer .* core\.optimizer\.shard_optimizer\(AdamW\("),
         ((one.model, [one.optimizer], [None, None]), "there are 2 schedulers and 1 optimizers; give one for each"),
         ((one.model, [one.optimizer, one.optimizer], None), "two optimizers have a state .*; each parameter belongs"),
+        (({"a.b": one.model}, {"a.b": one.optimizer}, None), r"a model has the name 'a\.b'"),
+        (({"extra": one.model}, {}, None), "a model has the name 'extra'; give one without a dot"),
         (({"net": one.model}, one.optimizer, None), r"models are \['net'\] and optimizer has a Dist"),
         (({"net": one.model}, {"nut": one.optimizer}, None), r"models are \['net'\] and optimizer has \['nut'\]"),
     ):
@@ -318,13 +321,18 @@ def test_what_a_loop_adds_comes_back(tmp_path: Path) -> None:
     one = Training("ddp")
     generator = torch.Generator().manual_seed(3)
     extra = {"epoch": 3, "loader": [generator.get_state(), (1, 2.5, None)], 7: {"ä", "b"}, "rate": float("inf")}
-    save_training(tmp_path, *one.parts, step=1, extra=extra)
+    save_training(tmp_path, *one.parts, step=np.int64(1), extra=extra)  # type: ignore[arg-type]
     _, found = load_training(tmp_path, *one.parts)
     assert found.keys() == extra.keys() and torch.equal(found["loader"][0], generator.get_state())
     assert (found["loader"][1], found[7], found["rate"]) == ((1, 2.5, None), {"ä", "b"}, float("inf"))
     for value in ({"rank": dist.get_rank()}, torch.tensor(dist.get_rank())):
         with pytest.raises(CheckpointError, match=r"extra differs on ranks 0 and 1, .*all_gather_object"):
             save_training(tmp_path, *one.parts, step=2, extra=value)
+    with pytest.raises(CheckpointError, match=r"two tensors have the name extra\.a\.b, by keys with dots"):
+        save_training(tmp_path, *one.parts, step=2, extra={"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+    for step in (-1, 2.0, "3", None, dist.get_rank()):
+        with pytest.raises(CheckpointError, match=r"step is .*; give the number of updates|differs on ranks 0 and 1"):
+            save_training(tmp_path, *one.parts, step=step)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"extra\.net is a Linear, and a checkpoint holds numbers"):
         save_training(tmp_path, *one.parts, step=2, extra={"net": nn.Linear(1, 1)})
     assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == ["iter_0000001"]
@@ -368,4 +376,23 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert load_training(tmp_path / "iter_0000001", *one.parts)[0] == 1
     with pytest.raises(CheckpointError, match="none: no such folder; give the folder of a run"):
         load_training(tmp_path / "none", *one.parts)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_nothing_is_trained_on_from_damaged_weights(tmp_path: Path) -> None:
+    one = Training("zero1")
+    one.train(range(1))
+    path = save_training(tmp_path, *one.parts)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = path / "rank_00000.bin"
+        data = bytearray(file.read_bytes())
+        data[5] ^= 255
+        file.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="differ from the saved ones"):
+        load_training(tmp_path, *one.parts)
+    with pytest.raises(OptimizerError, match="tensors of the optimizer's state were loaded"):
+        one.train(range(1, 2))
     dist.barrier()

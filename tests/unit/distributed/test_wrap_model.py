@@ -79,8 +79,14 @@ def test_one_line_names_what_is_missing() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(nn.Linear(1, 1), None, SimpleNamespace()), (DistributedDataParallelConfig(), nn.Linear(1, 1)), ("a model",)],
-    ids=["settings of another kind", "model second", "no model"],
+    [
+        (nn.Linear(1, 1), SimpleNamespace()),
+        (nn.Linear(1, 1), FullyShardedDataParallelConfig),
+        (nn.Linear(1, 1), None, SimpleNamespace()),
+        (DistributedDataParallelConfig(), nn.Linear(1, 1)),
+        ("a model",),
+    ],
+    ids=["a model's config alone", "a class", "settings of another kind", "model second", "no model"],
 )
 def test_other_arguments_are_one_line(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match=r"wrap_model was given a \w+ as the model and a \w+ as the wrapper's sett"):
