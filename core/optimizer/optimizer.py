@@ -154,7 +154,7 @@ class MegatronOptimizer(OptimizerState):
         norm = norm / torch.full_like(norm, scale)  # a number in place of the tensor is not divided by on CUDA
         norm = norm if self._is_double else norm.float().double()
         params = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
-        lr = max(group["lr"] for group in self.param_groups)
+        lr = max(group.get("lr", 0.0) for group in self.param_groups)
         self._pending = PendingOutcome(
             norm, num_zeros, report, written_flags, self._written_params.names, params=params, lr=lr, loss_scale=scale
         )

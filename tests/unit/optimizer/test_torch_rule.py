@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +12,23 @@ import torch
 from torch import Tensor, nn, optim
 
 from core.base.errors import OptimizerError
+from core.dist_checkpointing import load_training, save_training
 from core.optimizer import shard_optimizer
 from core.optimizer.main_ranges import find_main_params
 from core.optimizer.torch_rule import NotElementwiseError, TorchRule
 from tests.unit.optimizer._own import OPTIMIZERS, Lion
 
+Change = Callable[[Any, Tensor, dict[str, Any]], Any]
+
 
 class _Own(optim.Optimizer):
     """Updates a parameter by `change`, which may use its state."""
 
-    def __init__(self, params: Any, change: Callable[[Any, Tensor, dict[str, Any]], Tensor]) -> None:
+    def __init__(self, params: Any, change: Change) -> None:
         super().__init__(params, {"lr": 0.1})
         self.change = change
-        self.made = 0
+        self.made: Any = 0
+        self.base = optim.AdamW(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -32,39 +38,97 @@ class _Own(optim.Optimizer):
                     p.sub_(self.change(self, p.grad, self.state[p]) * group["lr"])
 
 
-def _lamb(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _lamb(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     return grad / (grad.norm() + 1e-6)
 
 
-def _by_position(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _by_position(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     return grad * torch.arange(grad.numel(), dtype=grad.dtype).view_as(grad)
 
 
-def _noisy(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _noisy(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     return grad + torch.randn_like(grad)
 
 
-def _rows(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _rows(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     state["rows"] = grad.mean(dim=tuple(range(1, grad.ndim)))
     return grad
 
 
-def _norm_kept(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _norm_kept(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     state["norm"] = grad.norm()
     return grad
 
 
-def _object_kept(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _object_kept(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     state["history"] = [grad]
     return grad
 
 
-def _counted_in_itself(own: Any, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def _counted_in_itself(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
     own.made += 1
     return grad / own.made
 
 
-def _layers() -> nn.Module:
+def _counted_in_a_tensor(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    own.made = own.made + torch.ones(())
+    return grad / own.made
+
+
+def _flagged(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    own.made, first = 0.5, own.made == 0
+    return grad if first else grad * 2
+
+
+def _nested(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    own.base.step()
+    return grad
+
+
+def _counted_beside(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    own.state["all"]["k"] = own.state["all"].get("k", 0) + 1
+    return grad / own.state["all"]["k"]
+
+
+def _estimated(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    group = own.param_groups[0]
+    group["d"] = max(group.get("d", 1e-6), float(grad.abs().sum()))
+    return grad
+
+
+def _limited(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    return grad * min(1.0, 5.0 / (float(grad.norm()) + 1e-6))
+
+
+def _limited_by_state(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    square = state.setdefault("square", grad.square()).lerp_(grad.square(), 0.05)
+    return grad / max(1.0, float((grad.square() / (square + 1e-12)).mean().sqrt()))
+
+
+def _projected(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    param = own.param_groups[0]["params"][0]
+    if abs(float((param * grad).sum())) > 1e-3 * float(param.norm() * grad.norm()):
+        return grad
+    return grad - param * (param * grad).sum() / param.square().sum()
+
+
+def _centred(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    return grad - grad.mean(dim=(1, 2, 3), keepdim=True) if grad.dim() > 3 else grad
+
+
+def _large(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    return grad / grad.abs().max() if grad.numel() > 4096 else grad
+
+
+class _Averaged(optim.SGD):
+    """Has the weights of training and of evaluation in turns."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def _layers() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
 
@@ -79,8 +143,17 @@ REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
     "rows": (lambda params: _Own(params, _rows), "keeps rows, which is neither a number of each parameter nor"),
     "norm": (lambda params: _Own(params, _norm_kept), "first in norm"),
     "object": (lambda params: _Own(params, _object_kept), "keeps history, which is neither a number"),
-    "counter": (lambda params: _Own(params, _counted_in_itself), "keeps made outside of its state, which is neither"),
+    "averaged": (_Averaged, r"train\(\) and eval\(\) of _Averaged write parameters between steps"),
 }  # fmt: skip
+CHANGES: dict[str, tuple[Change, ...]] = {
+    "keeps made outside of its state, which is": (_counted_in_itself, _counted_in_a_tensor, _flagged),
+    "keeps base outside of its state": (_nested,),
+    "keeps all outside of its state": (_counted_beside,),
+    "first in d of its group": (_estimated,),
+    "first in the parameter": (_limited, _limited_by_state, _projected, _centred, _large),
+}
+for _said, _changes in CHANGES.items():
+    REFUSED |= {change.__name__: (partial(_Own, change=change), _said) for change in _changes}
 if hasattr(optim, "Muon"):
     REFUSED["Muon"] = (
         lambda params: optim.Muon([p for p in params if p.ndim == 2]),
@@ -105,7 +178,7 @@ def test_what_is_not_elementwise_is_refused_in_one_line(name: str) -> None:
 
 def test_a_late_group_that_is_refused_leaves_the_others() -> None:
     model = _layers()
-    first, second = model[0].parameters(), model[1].parameters()  # type: ignore[index]
+    first, second = model[0].parameters(), model[1].parameters()
     own = shard_optimizer(optim.AdamW(first), model)
     with pytest.raises(NotElementwiseError):
         own.add_param_group({"params": second, "fused": True})
@@ -148,12 +221,126 @@ def test_state_is_known_before_the_first_step(name: str, dtype: torch.dtype) -> 
         assert type(value) is type(state[kind]) and torch.equal(torch.as_tensor(value), torch.as_tensor(state[kind]))
 
 
-def test_a_rate_of_zero_is_probed_as_another() -> None:
+@pytest.mark.parametrize("rate", [0.0, 1e-12, torch.tensor(0.0)])
+def test_a_rate_of_zero_is_probed_as_another(rate: Any) -> None:
     model = _layers()
     optimizer = _Own(model.parameters(), _lamb)
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["lr"] = rate
     with pytest.raises(NotElementwiseError):
         shard_optimizer(optimizer, model)
+
+
+def _late_buffer(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    state["step"] = state.get("step", 0) + 1
+    return grad if state["step"] < 5 else grad + state.setdefault("slow", grad.clone())
+
+
+def _second_buffer(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    state["step"] = state.get("step", 0) + 1
+    return grad if state["step"] < 2 else state.setdefault("prev", torch.zeros_like(grad)).lerp_(grad, 0.1)
+
+
+def _late_key(own: Any, grad: Tensor, state: dict[str, Any]) -> Any:
+    state["step"] = state.get("step", 0) + 1
+    if state["step"] == 5:
+        own.state["all"]["k"] = 1
+    return grad
+
+
+def _set_later(params: Any) -> optim.Optimizer:
+    return optim.SGD(params, lr=0.1)
+
+
+UNSEEN: dict[str, tuple[Callable[[Any], optim.Optimizer], int, str]] = {
+    "late": (partial(_Own, change=_late_buffer), 5, "state of _Own has other kinds than at construction, slow, which"),
+    "second": (partial(_Own, change=_second_buffer), 1, "state of _Own has other kinds than at construction, prev"),
+    "beside": (partial(_Own, change=_late_key), 5, "state of _Own has other kinds than at construction, k, which"),
+    "setting": (_set_later, 1, "SGD has other kinds than at construction, momentum_buffer, .* before shard_optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_state_that_the_probe_has_not_seen_is_not_saved(name: str) -> None:
+    make, steps, said = UNSEEN[name]
+    model = _layers()
+    own = shard_optimizer(make(model.parameters()), model)
+    if name == "setting":
+        own.param_groups[0]["momentum"] = 0.9
+    for _ in range(steps):
+        own.zero_grad()
+        model(torch.ones(2, 6)).square().sum().backward()
+        own.step()
+    with pytest.raises(OptimizerError, match=said) as caught:
+        own.state_tensors()
+    assert "\n" not in str(caught.value)
+
+
+def test_state_of_a_frozen_parameter_is_no_hindrance() -> None:
+    model = _layers()
+    torchs = optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).square().sum().backward()
+    torchs.step()
+    model[1].requires_grad_(False)
+    own = shard_optimizer(torchs, model)
+    assert {name.partition(".")[2] for name in own.state_tensors()} == {"0.weight", "0.bias"}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_a_group_of_scalars_alone_goes_on(name: str) -> None:
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        (model(torch.ones(2, 6)).square().sum() * model.scale).backward()
+        optimizer.step()
+
+    models = [_layers(), _layers()]
+    optimizers = []
+    for model in models:
+        model.scale = nn.Parameter(torch.tensor(2.0))
+        optimizers.append(OPTIMIZERS[name]([{"params": [model.scale]}, {"params": [*model[0].parameters()]}]))
+        train(model, optimizers[-1])
+    train(models[0], optimizers[0])
+    train(models[1], shard_optimizer(optimizers[1], models[1]))
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+class _Unrated(optim.Optimizer):
+    """Its rate has a name of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["rate"])
+
+
+def test_groups_without_lr_are_updated() -> None:
+    model = _layers()
+    own = shard_optimizer(_Unrated(model.parameters(), {"rate": 0.5}), model)
+    bias = model[1].bias.clone()
+    model(torch.ones(2, 6)).sum().backward()
+    assert own.step()[0]
+    assert torch.equal(model[1].bias, bias - 1.0)
+
+
+def test_a_group_of_two_precisions_has_state_of_each(tmp_path: Path) -> None:
+    def build() -> Any:
+        model = _layers()
+        model[1].double()
+        return model, shard_optimizer(optim.AdamW(model.parameters()), model)
+
+    def train(model: Any, own: Any) -> None:
+        own.zero_grad()
+        model[1](model[0](torch.ones(2, 6)).double()).square().sum().backward()
+        own.step()
+
+    model, own = build()
+    train(model, own)
+    save_training(tmp_path, model, own, step=1)
+    again, other = build()
+    load_training(tmp_path, again, other)
+    train(model, own)
+    train(again, other)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
 
 
 def test_scalars_of_a_model_have_state_of_their_own() -> None:
