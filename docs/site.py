@@ -24,7 +24,12 @@ PLACES = {"README.md": "index.md", OVERVIEW: "all-pages.md"}
 
 PUBLIC = {
     "Wrappers": ("core.distributed", "core.parallel_state", "core.verify", "core.planner", "core.diagnostics"),
-    "Optimizers": ("core.optimizer", "core.optimizer.averaged_weights", "core.optimizer_param_scheduler"),
+    "Optimizers": (
+        "core.optimizer",
+        "core.optimizer.averaged_weights",
+        "core.optimizer.layer_norms",
+        "core.optimizer_param_scheduler",
+    ),
     "Checkpoints and weights": ("core.dist_checkpointing", "core.weights"),
     "Models": (
         "core.models.gpt",

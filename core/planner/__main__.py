@@ -84,8 +84,10 @@ def main(arguments: Sequence[str]) -> int:
     tables, advice = [*wrapper_tables(found, refused)], recommendation(found)
     if not own_result.fits:
         change = next(iter(candidates(single_changes(flags), world_size, hardware)), None)
-        remedy = "no single change makes it fit" if change is None else f"the cheapest change that fits: {change.name}"
-        advice += f" {own_result.wrapper} does not fit; {remedy}."
+        if change is None:
+            advice += f" No single change makes {own_result.wrapper} fit."
+        else:
+            advice += f" {own_result.wrapper} does not fit; the cheapest change that fits: {change.name}."
     if options.search:
         tables.append(search_table(search(flags, wrappers, world_size, hardware)))
     feasible = {result.wrapper: result.config for result in found}

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.text import aligned, bytes_cell, readable_bytes
 from ..distributed.report.page import page
+from ..distributed.report.table import count
 from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, Wire
 from .pictures import draw_steps, draw_throughput, draw_wire, picture
 from .search import Candidate, Scaling
@@ -119,7 +120,7 @@ def headline(estimate: Estimate) -> str:
     over = "".join(f", {kind}-parallel {size}" for kind, size in sizes.items() if size > 1)
     assumed = "" if config.model.num_moe_experts is None else "; experts are taken to have equally many tokens"
     return (
-        f"{estimate.num_parameters / 1e9:.4g} B parameters on {estimate.world_size} {estimate.hardware.name}{over}; "
+        f"{count(estimate.num_parameters)} parameters on {estimate.world_size} {estimate.hardware.name}{over}; "
         f"{number} micro-batch{'es' if number > 1 else ''} of {config.data.micro_batch_size} x "
         f"{config.data.seq_length} tokens{assumed}"
     )

@@ -9,5 +9,6 @@ figures     memory, lead times of ranks, and speed of the device
 
 from .files import read_log
 from .log import RunLog
+from .trackers import Tracker
 
-__all__ = ["RunLog", "read_log"]
+__all__ = ["RunLog", "Tracker", "read_log"]

@@ -91,10 +91,11 @@ class Figures:
         if self._group is not None:
             rows = own.new_empty(self._group.size(), len(own))
             all_gather_by_backend(rows, own.view(1, -1), self._group, what="the figures of the log")
-        steps, seconds, tokens = self._steps, self._seconds, self._tokens
+        steps, seconds, counted = self._steps, self._seconds, self._tokens
         self._clear()
         if not reads:
             return {}
+        tokens = float(counted)  # they may be a tensor
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         numbers = [rows.view(-1), *(value.detach().reshape(1).to(rows) for value in tensors.values())]
         read = HostRead(torch.cat(numbers)).wait()

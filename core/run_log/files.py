@@ -25,19 +25,35 @@ class LinesFile:
     """Appends lines of JSON to a file, whole or not at all.
 
     Args:
-        first: lines of this step and later ones are removed, because a resumed or new run writes them again.
+        first: what `begin` is called with at once; None leaves that to the first step.
+        say: called with one line when lines are removed.
 
     Raises:
         CheckpointError: the file is not the log of a run.
     """
 
-    def __init__(self, path: Path, first: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, first: int | None, say: Callable[[str], None]) -> None:
+        self.path, self._say = path, say
         self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
         """Lines that are not in the file yet. `add` adds, and `write` clears it once they are written."""
-        self._num_bytes = drop_lines_from(path, first)
-        """Length of the file up to its last complete line. A partial line after it is overwritten. `write` advances
-        it."""
+        self._steps_and_ends = _steps_and_ends(path)
+        """Of the lines of earlier runs. `begin` clears it."""
+        self._num_bytes = self._steps_and_ends[-1][1] if self._steps_and_ends else 0
+        """Length of the file up to its last complete line. What is after it is overwritten. `write` advances it."""
+        if first is not None:
+            self.begin(first)
+
+    def begin(self, first: int) -> None:
+        """Removes lines of earlier runs from a step on, because this run writes them again. Later calls do nothing.
+
+        Steps are in order, so that `write` truncates the file, which works on a full disk.
+        """
+        kept = [end for step, end in self._steps_and_ends if step < first]
+        if removed := len(self._steps_and_ends) - len(kept):
+            self._num_bytes = kept[-1] if kept else 0
+            lines = f"{removed} line{'s' * (removed > 1)}"
+            self._say(f"{self.path}: {lines} of an earlier run removed, from step {first} on")
+        self._steps_and_ends = []
 
     def add(self, line: dict[str, Any]) -> None:
         """Keeps a line for `write`."""
@@ -119,27 +135,15 @@ def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         raise CheckpointError(_NO_LOG.format(path)) from None
 
 
-def drop_lines_from(path: Path, first: int) -> int:
-    """Truncates the log before a step. Returns its new length in bytes.
-
-    Steps are in order, so that truncation suffices; it works on a full disk.
-    """
-    if not path.exists():
-        return 0
-    end_of_kept = 0
+def _steps_and_ends(path: Path) -> list[tuple[int, int]]:
     try:
-        for line, end in _lines_and_ends(path):
-            if line["step"] >= first:
-                break
-            end_of_kept = end
-    except (KeyError, TypeError):
+        return [(int(line["step"]), end) for line, end in _lines_and_ends(path)]
+    except (KeyError, TypeError, ValueError):
         raise CheckpointError(_NO_LOG.format(path)) from None
-    os.truncate(path, end_of_kept)
-    return end_of_kept
 
 
 def draw_loss_curve(log: Path, picture: Path) -> None:
-    """Draws training and validation loss over the iterations of a log.
+    """Draws training and validation loss over the steps of a log.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -152,7 +156,7 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
     for name, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
         if points := [(line["step"], line[name]) for line in lines if line.get(name) is not None]:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,8 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     Args:
         folder: where ``log.jsonl`` is, and what else is asked for; None writes no files.
-        steps: the numbers of the loop's steps, `range(first, end)`. A run that goes on begins with the first step it
-            makes: later lines of the run before are removed. None: the number of steps is unknown.
+        steps: the numbers of the loop's steps, `range(first, end)`. None: the number of steps is unknown. Lines of an
+            earlier run from the first step on are removed: of `steps`, else of the first call of `step` or `log`.
         every: the steps whose number this divides are logged, and the last one.
         trackers: a name or several, ``tensorboard``, ``wandb``, ``mlflow`` or ``trackio``, or objects with the methods
             of `Tracker`.
@@ -81,7 +83,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         *,
         steps: range | None = None,
         every: int = 10,
-        trackers: str | Sequence[str | Tracker] = (),
+        trackers: str | Tracker | Sequence[str | Tracker] = (),
         model: nn.Module | Sequence[nn.Module] = (),
         optimizer: Optimizer | None = None,
         tokens_per_step: int = 0,
@@ -100,11 +102,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Largest learning rate of the last update, None without an optimizer. A hook of its step sets it."""
         self._lines: LinesFile | None = None
         self._trackers: list[tuple[str, Tracker]] = []
+        self._failed: set[str] = set()
+        """Trackers that a warning has named."""
         self.files = OptionalFiles(self.message)
         """Writes the files, and keeps those pending that could not be written."""
         self._display = Display(steps[-1] if steps and is_range else None)
-        ranks.on_all(partial(self._open, trackers, settings, norms_of=optimizer if layer_norms else self))
-        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        ranks.on_all(partial(self._check, chunks, optimizer, layer_norms))
+        ranks.on_all(partial(self._open, trackers, settings))
         self._norms = LayerNorms(optimizer, chunks) if layer_norms and optimizer is not None else None
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._note_rate)
@@ -116,16 +121,23 @@ class RunLog(AbstractContextManager["RunLog"]):
         """When the last step ended. `restart` sets it."""
         self._begin(steps[0] if steps else 0)
 
-    def _open(
-        self, trackers: str | Sequence[str | Tracker], settings: Mapping[str, Any] | None, norms_of: object | None
-    ) -> None:
-        """Checks the arguments, and on the first rank opens files and trackers."""
-        if not (isinstance(self._steps, range) or self._steps is None):
-            raise ConfigError(f"steps is {self._steps!r}; give the range that the loop runs over, such as range(1000)")
-        if self._every < 1:
-            raise ConfigError(f"every is {self._every}; give 1 for a line each step, or more")
-        if norms_of is None:
+    def _check(self, chunks: Sequence[nn.Module], optimizer: Optimizer | None, layer_norms: bool) -> None:
+        steps, every = self._steps, self._every
+        if not (isinstance(steps, range) or steps is None):
+            raise ConfigError(f"steps is {steps!r}; give the range that the loop runs over, such as range(1000)")
+        if steps is not None and steps.step < 0:
+            raise ConfigError(f"steps is {steps!r}; give a range that counts up")
+        if not isinstance(every, Integral) or every < 1:
+            raise ConfigError(f"every is {every}; give 1 for a line each step, or a larger whole number")
+        if wrong := [chunk for chunk in chunks if not isinstance(chunk, nn.Module)]:
+            raise ConfigError(f"model has {wrong[0]!r}; give the nn.Module that the loop calls, or several")
+        if not isinstance(optimizer, Optimizer | None):
+            raise ConfigError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer that the loop steps")
+        if layer_norms and optimizer is None:
             raise ConfigError("layer_norms needs the optimizer whose steps are measured; give optimizer")
+
+    def _open(self, trackers: str | Tracker | Sequence[str | Tracker], settings: Mapping[str, Any] | None) -> None:
+        """Opens files and trackers on the first rank."""
         if not self.is_writer:
             return
         first = 0 if self._steps is None else self._steps.start
@@ -135,10 +147,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             make_folders(self.folder)
             if (target := self.folder / "config.json").is_dir():
                 raise CheckpointError(f"{target} is a folder, and a run's settings are written there; move it away")
-            self._lines = LinesFile(self.folder / LOG_FILE, first)
+            self._lines = LinesFile(self.folder / LOG_FILE, None if self._steps is None else first, self.message)
             if settings is not None:
-                self.files.write(target, partial(write_durably, target, json.dumps(settings, indent=1, default=str)))
-        for tracker in [trackers] if isinstance(trackers, str) else trackers:
+                # JSON has no NaN, and no infinity: such a number becomes null, as in lines.
+                values = json.loads(json.dumps(settings, default=str), parse_constant=lambda _: None)
+                self.files.write(target, partial(write_durably, target, json.dumps(values, indent=1)))
+        for tracker in trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]:
             name = tracker if isinstance(tracker, str) else type(tracker).__name__
             self._trackers.append((name, open_tracker(tracker, self.folder, first, settings)))
 
@@ -164,13 +178,16 @@ class RunLog(AbstractContextManager["RunLog"]):
             values: more numbers by name. Of a step that is not logged they are dropped.
 
         Raises:
+            ConfigError: `step` is no whole number, or a value is neither a number nor a tensor of one element.
             OutOfStepError: not all ranks called it for a logged step.
         """
-        seconds = self.restart() if seconds is None else seconds
+        step, loss = self._begin_line(step), _checked("loss", loss)
+        values = {name: _checked(name, value, str) for name, value in values.items()}
+        seconds = self.restart() if seconds is None else float(seconds)
         self._figures.add(loss, self._tokens_per_step if tokens is None else tokens, seconds)
         line: dict[str, Any] = {}
         if is_due := self._is_due(step):
-            rate = self._lr if lr is None else lr
+            rate = _checked("lr", self._lr if lr is None else lr)
             norms = {} if self._norms is None else self._norms.take()
             values = ({} if rate is None else {"lr": rate}) | values | norms
             line = self._figures.take(values, reads=self.is_writer)
@@ -183,8 +200,9 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def log(self, step: int, **values: Value) -> None:
         """Writes and shows a line of its own, for example of a validation: ``log.log(step, validation_loss=loss)``."""
+        step, line = self._begin_line(step), {name: _checked(name, value, str) for name, value in values.items()}
         if self.is_writer:
-            line = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+            line = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
             self._write(step, line)
             texts = (f"{name} {f'{n:.4f}' if isinstance(n, float) else n}" for name, n in line.items())
             self.message(f"step {step}: {', '.join(texts)}")
@@ -234,7 +252,16 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._figures.end_step()
 
     def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
-        self._lr = max(group["lr"] for group in optimizer.param_groups)
+        self._lr = max((group["lr"] for group in optimizer.param_groups if "lr" in group), default=None)
+
+    def _begin_line(self, step: int) -> int:
+        try:
+            step = index(step)
+        except TypeError:
+            raise ConfigError(f"step is {step!r}; give its number") from None
+        if self._lines is not None:
+            self._lines.begin(step)
+        return step
 
     def _write(self, step: int, line: Mapping[str, Any]) -> None:
         """Writes a line to the file and trackers, which the first rank has."""
@@ -245,12 +272,25 @@ class RunLog(AbstractContextManager["RunLog"]):
             self.files.write(self._lines.path, self._lines.write)
         numbers = {k: v for k, v in finite.items() if v is not None and not isinstance(v, str)}
         for name, tracker in self._trackers:
-            self.files.write(f"tracker {name}", partial(_track, tracker, numbers, step))
+            try:
+                tracker.log(numbers, step=step)
+            except Exception as error:  # a server that is away ends no training
+                if name not in self._failed:
+                    kept = "" if self._lines is None else f", its numbers are in {self._lines.path}"
+                    self.message(f"warning: tracker {name} failed ({first_line(error)}){kept}; training goes on")
+                    self._failed.add(name)
         self.files.retry()
 
 
-def _track(tracker: Tracker, numbers: dict[str, Any], step: int) -> None:
+def _checked(name: str, value: Any, *others: type) -> Any:
+    """Returns a number of Python, or a tensor, which is not read here."""
+    is_one = isinstance(value, Tensor) and (value.numel() == 1 or (name == "loss" and value.numel()))
+    if value is None or is_one or isinstance(value, (int, float, *others)):
+        return value
     try:
-        tracker.log(numbers, step=step)
-    except Exception as error:  # a server that is away ends no training
-        raise error if isinstance(error, OSError) else OSError(first_line(error)) from error
+        if isinstance(value, Tensor | str):
+            raise TypeError
+        return value.item() if hasattr(value, "item") else float(value)  # numpy's numbers are not all Python's
+    except (TypeError, ValueError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        raise ConfigError(f"{name} is {what}; give a number, or a tensor of one element") from None

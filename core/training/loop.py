@@ -125,7 +125,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
             report_step(state.iteration, time.monotonic() - step_begun)
-            reporter.restart_watch()  # exclude the time of validation and saving
+            log.restart()  # exclude the time of validation and saving
     final_loss = validation_loss if state.iteration == last else None
     stopped_by = (request.signal_name or "a signal to another rank") if stop else ""
     return Outcome(
@@ -206,16 +206,13 @@ class _Reporter:
     def note_hash(self, weights_hash: str) -> None:
         """Takes the hash of the weights after the step taken last. Computing it is no part of the next step's time."""
         self._hash = weights_hash
-        self.restart_watch()
+        self._log.restart()
 
     def finish(self) -> bool:
         """Waits for the last step and reports it. Returns whether it says to stop."""
         if self._waiting is not None:
             self._waiting[0].result()
         return self._report(self._log.restart())
-
-    def restart_watch(self) -> None:
-        self._log.restart()
 
     def _report(self, waited_s: float) -> bool:
         if self._waiting is None:

@@ -143,3 +143,5 @@ def test_other_variables_of_the_manifest_are_read(job: dict[str, Any]) -> None:
 def test_the_image_installs_what_the_command_needs() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     assert "pip install --no-cache-dir '.[train]'" in text and "COPY . ." in text
+    left_out = (REPOSITORY / ".dockerignore").read_text().split()
+    assert {".git", ".venv*", "runs", "data"} <= set(left_out)

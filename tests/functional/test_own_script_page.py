@@ -76,8 +76,9 @@ def test_a_run_goes_on_and_is_exported(plain_losses: list[float], tmp_path: Path
     _run(RESUMED, tmp_path, ranks=2)
     shutil.rmtree(tmp_path / "run" / "iter_0000040")
     (tmp_path / "run" / "latest").write_text("iter_0000020")
-    losses = _losses(_run(_under(RESUMED, list(CONFIGS)[1]), tmp_path, ranks=4).out)
-    assert losses == pytest.approx(plain_losses[2:], abs=2e-3)  # steps 20 and 30
+    out = _run(_under(RESUMED, list(CONFIGS)[1]), tmp_path, ranks=4).out
+    losses = _losses(out)
+    assert "goes on at step 20\n" in out and losses == pytest.approx(plain_losses[2:], abs=2e-3)  # steps 20 and 30
     (tmp_path / "export.py").write_text(EXPORT)
     assert run_program(tmp_path / "export.py", folder=tmp_path).status == 0
     (tmp_path / "read.py").write_text(

@@ -27,6 +27,7 @@ def test_the_program_prints_the_same_on_any_ranks(page: Path, tmp_path: Path) ->
     alone, launched = (run_program(tmp_path / "train.py", folder=tmp_path, ranks=ranks) for ranks in (0, 2))
     assert (alone.status, launched.status) == (0, 0), alone.err + launched.err
     assert len(alone.out.splitlines()) >= 3 and alone.out == launched.out
+    assert "arning" not in alone.err + launched.err
 
 
 def test_the_program_can_be_pasted_into_python(tmp_path: Path) -> None:

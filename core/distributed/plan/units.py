@@ -26,6 +26,9 @@ UnitChoice = type[nn.Module] | nn.Module | str
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
 
+_SMALL_BYTES = 2**20
+"""Of a model that may be gathered whole without a warning."""
+
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
 
@@ -342,15 +345,17 @@ def warn_of_large_root(
     for layer in _layers_outside(units[-1].modules[0], set(members)):
         if set(params[-1]).issuperset(layer.parameters()):
             sizes[type(layer)] += _bytes_of(layer.parameters())
-    if 2 * in_root <= in_all or 2 * sizes.total() <= in_root:
+    if in_all < _SMALL_BYTES or 2 * in_root <= in_all or 2 * sizes.total() <= in_root:
         return
     kinds = dict.fromkeys(c if isinstance(c, type) else type(c) for c in classes)
     used = [kind for kind in kinds if kind in CONTAINERS or any(isinstance(m, kind) for m in members)]
-    names = [kind.__name__ for kind in (*(used if members else ()), *(kind for kind, _ in sizes.most_common()))]
+    names = [
+        kind.__name__ for kind in (*(used if members else ()), *(kind for kind, size in sizes.most_common() if size))
+    ]
     warn_once(
         f"{readable_bytes(in_root)} of {readable_bytes(in_all)} of {type(units[-1].modules[0]).__name__} are in no "
         "unit, and stay gathered on every rank for the whole step; name the classes of its layers, as by "
-        f"sub_modules_to_wrap=[{', '.join(dict.fromkeys(names))}]. No number changes"
+        f"sub_modules_to_wrap={[*dict.fromkeys(names)]}. No number changes"
     )
 
 

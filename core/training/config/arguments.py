@@ -85,6 +85,14 @@ def parse_call(
     except cyclopts.UnusedCliTokensError as error:
         stray = " ".join(map(repr, error.unused_tokens or []))
         raise ConfigError(f"unexpected value {stray}; every value follows its flag, see --help") from None
+    except cyclopts.MissingArgumentError as error:
+        given = {word.partition("=")[0].replace("_", "-") for word in arguments}
+        entries = inspect.signature(function).parameters.values()
+        required = [f"--{entry.name.replace('_', '-')}" for entry in entries if entry.default is entry.empty]
+        missing = [flag for flag in required if flag not in given]
+        raise ConfigError(
+            f"missing: {', '.join(missing)}; see --help" if missing else " ".join(str(error).split())
+        ) from None
     except cyclopts.CycloptsError as error:
         raise ConfigError(" ".join(str(error).split())) from None
     return function(*bound.args, **bound.kwargs)

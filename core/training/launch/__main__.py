@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run_ranks(
             options.nproc_per_node,
-            [options.script, *options.arguments],
+            [*(["-m"] if options.m else []), options.script, *options.arguments],
             max_restarts=options.max_restarts,
             policy=LostRankPolicy(options.on_lost_rank, options.lost_rank_timeout, options.spare_processes),
             num_nodes=options.nnodes,
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=_DESCRIPTION)
     add_flags(parser, Path(__file__).with_name("flags.json"))
+    parser.add_argument("-m", action="store_true", help="the program is a module, as for python")
     parser.add_argument("script", help="the program that each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)

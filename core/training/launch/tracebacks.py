@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pkgutil
 import runpy
 import sys
 import tempfile
@@ -103,14 +104,15 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     text, before = shorten(error.with_traceback(trace))
     last = "".join(traceback.format_exception_only(kind, error)).strip()
     if before:
-        short = " ".join(last.split())[:_MOST_CHARACTERS]
+        most = None if kind.__module__ == "core.base.errors" else _MOST_CHARACTERS  # ours end with the remedy
+        short = " ".join(last.split())[:most]
         text = "the same error" if last in before else f"{short} (after another rank's; see {os.environ[FILE]})"
     sys.stderr.write(f"{where()}: {text}\n" if before else f"{where()}:\n{text}")  # at once: lines do not mix
     sys.stderr.flush()
 
 
 def _run(arguments: list[str]) -> None:
-    """Runs what Python would run for these arguments, a script, ``-m module`` or ``-c text``, as ``__main__``."""
+    """Runs what Python would run for these arguments, a script, folder or zip, ``-m module`` or ``-c text``."""
     kind, is_file = arguments[0], arguments[0] not in ("-c", "-m")
     sys.excepthook, sys.argv = _report, arguments if is_file else [kind, *arguments[2:]]
     if not getattr(sys.flags, "safe_path", False):
@@ -118,10 +120,15 @@ def _run(arguments: list[str]) -> None:
     if kind == "-m":
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
+    if is_file and pkgutil.get_importer(kind) is not None:  # a folder or zip with a __main__.py
+        sys.path.pop(0)  # run_path puts the folder there
+        runpy.run_path(kind, run_name="__main__")
+        return
     try:
         text = Path(kind).read_bytes() if is_file else arguments[1]
     except OSError as error:
-        sys.stderr.write(f"error: {kind} cannot be read: {error.strerror}; give a script\n")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"error: {kind} cannot be read: {error.strerror}; give a script\n")
         sys.exit(2)
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__.update({"__builtins__": __builtins__, **({"__file__": kind} if is_file else {})})

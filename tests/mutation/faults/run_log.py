@@ -28,9 +28,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a run that goes on has the step of its checkpoint twice",
-        "core.run_log.files.drop_lines_from",
-        r">= first",
-        "> first",
+        "core.run_log.files.LinesFile.begin",
+        r"step < first",
+        "step <= first",
         ("tests/unit/run_log/test_files.py::test_a_resumed_run_goes_on_after_its_checkpoint",),
     ),
 )

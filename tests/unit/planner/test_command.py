@@ -207,6 +207,14 @@ def test_a_run_that_does_not_fit_names_a_change_that_does(capsys: pytest.Capture
     assert main(flags) == 1
     shown = capsys.readouterr().out
     assert "NO" in shown and "the cheapest change that fits: " in shown
+    assert "M parameters on 8 h100" in shown
+    assert main([*flags, "--gpu-memory", "0.001"]) == 1
+    assert "No wrapper fits. No single change makes replicated fit." in capsys.readouterr().out
+
+
+def test_flags_that_are_missing_are_all_named():
+    with pytest.raises(ConfigError, match=r"missing: --hidden-size, .*, --train-iters; see --help"):
+        main(["--num-layers", "2"])
 
 
 def test_a_calibration_is_a_hardware(

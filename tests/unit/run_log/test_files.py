@@ -12,19 +12,23 @@ from core.base.errors import CheckpointError
 from core.run_log.files import LinesFile, OptionalFiles, draw_loss_curve, read_log
 
 
-def _write(path: Path, *steps: int) -> None:
-    lines = LinesFile(path, steps[0])
+def _write(path: Path, *steps: int, at_once: bool = True) -> list[str]:
+    said = list[str]()
+    lines = LinesFile(path, steps[0] if at_once else None, said.append)
     for step in steps:
+        lines.begin(step)
         lines.add({"step": step, "loss": float(step)})
     lines.write()
+    return said
 
 
-def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path, at_once):
     path = tmp_path / "log.jsonl"
-    _write(path, 1, 2, 3, 4)
+    assert _write(path, 1, 2, 3, 4) == []
     with path.open("a") as file:
         file.write('{"step": 5, "lo')  # a crash while writing
-    _write(path, 3, 4)
+    assert _write(path, 3, 4, at_once=at_once) == [f"{path}: 2 lines of an earlier run removed, from step 3 on"]
     assert [line["step"] for line in read_log(path)] == [1, 2, 3, 4]
 
 
@@ -32,7 +36,7 @@ def test_another_file_of_that_name_is_left_alone(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"other": 1}\n')
     with pytest.raises(CheckpointError, match=r"log\.jsonl is not the log of a run"):
-        LinesFile(path, 0)
+        LinesFile(path, 0, print)
     assert path.read_text() == '{"other": 1}\n'
 
 
@@ -93,7 +97,7 @@ def test_a_log_line_cut_by_a_full_disk_is_written_whole_later(tmp_path, monkeypa
         return LittleRoom(file) if mode == "ab" else file
 
     path = tmp_path / "log.jsonl"
-    lines = LinesFile(path, 0)
+    lines = LinesFile(path, 0, print)
     lines.add({"step": 1, "loss": 1.0})
     lines.write()
     monkeypatch.setattr(Path, "open", in_little_room)
@@ -110,7 +114,7 @@ def test_a_log_line_cut_by_a_full_disk_is_written_whole_later(tmp_path, monkeypa
 def test_the_curve_has_training_and_validation(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "log.jsonl"
-    lines = LinesFile(path, 0)
+    lines = LinesFile(path, 0, print)
     for step in range(3):
         lines.add({"step": step, "loss": 1.0 / (step + 1)})
     lines.add({"step": 2, "validation_loss": None})  # it was not finite

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +54,53 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path):
             for step in steps:
                 log.step(step, 1.0)
     assert [line["step"] for line in _lines(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_log_of_unknown_steps_keeps_earlier_lines(tmp_path, capsys):
+    for first in (0, 3):
+        RunLog(tmp_path, every=1).close()
+        with RunLog(tmp_path, every=1) as log:
+            for step in range(first, first + 4):
+                log.step(step, 1.0)
+    assert [line["step"] for line in _lines(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    assert "1 line of an earlier run removed, from step 3 on" in capsys.readouterr().err
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    with RunLog(tmp_path, every=1, settings={"a": [math.nan, 1]}) as log:
+        log.step(numpy.int64(0), numpy.float32(1), acc=numpy.float32(0.5), seconds=numpy.float32(1), lr=numpy.array(2))
+        log.log(0, validation=numpy.ones(1))
+        log.step(1, torch.ones(3), tokens=torch.tensor(6), seconds=2.0)
+    first, second, third = _lines(tmp_path)
+    assert (first["loss"], first["acc"], first["lr"], second["validation"]) == (1.0, 0.5, 2, 1.0)
+    assert third["tokens_per_s"] == 3.0
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": [None, 1]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": "4", "loss": 1.0}, "step is '4'; give its number"),
+        ({"step": 4, "loss": "1"}, "loss is '1'; give a number"),
+        ({"step": 4, "acc": torch.ones(3)}, r"acc is a tensor of shape \(3,\); give a number, or a tensor of one"),
+        ({"step": 4, "acc": [1.0]}, r"acc is \[1.0\]; give"),
+    ],
+)
+def test_a_value_that_is_no_number_is_named(values, message):
+    with RunLog(every=10) as log, pytest.raises(ConfigError, match=message):
+        log.step(**values)
+
+
+def test_an_optimizer_without_rates_has_none_in_a_line(tmp_path):
+    class Plain(torch.optim.Optimizer):
+        def step(self, closure=None):
+            return None
+
+    optimizer = Plain([nn.Parameter(torch.ones(1))], {})
+    with RunLog(tmp_path, every=1, optimizer=optimizer) as log:
+        optimizer.step()
+        log.step(0, 1.0)
+    assert "lr" not in _lines(tmp_path)[0]
 
 
 def test_time_is_that_of_steps_alone(tmp_path):
@@ -102,7 +150,11 @@ def test_rate_and_operations_are_those_of_optimizer_and_model(tmp_path):
     ("settings", "message"),
     [
         ({"steps": 1000}, r"steps is 1000; give the range that the loop runs over, such as range\(1000\)"),
+        ({"steps": range(10, 0, -1)}, r"steps is range\(10, 0, -1\); give a range that counts up"),
         ({"every": 0}, "every is 0; give 1"),
+        ({"every": 2.5}, "every is 2.5; give 1"),
+        ({"model": 5}, "model has 5; give the nn.Module"),
+        ({"optimizer": 5}, "optimizer is 5; give the torch.optim.Optimizer"),
         ({"layer_norms": True}, "layer_norms needs the optimizer"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,22 +169,25 @@ class Gpt(nn.Module):
     def __init__(self, container: str = "list", *, vocabulary: int = 32, tied: bool = False) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary, bias=False)
+        self.dropout = nn.Dropout(0.0)
         blocks = [Block() for _ in range(3)]
         self.blocks = nn.Sequential(*blocks) if container == "sequential" else nn.ModuleList(blocks)
         if tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def _wrap(model: nn.Module, config: DistributedDataParallelConfig, **options: object) -> tuple[list[str], list[str]]:
-    """Returns the names of units, and what was warned of."""
+def _wrap(
+    model: nn.Module, config: DistributedDataParallelConfig, small: int = 0, **options: object
+) -> tuple[list[str], list[str]]:
+    """Returns the names of units, and what was warned of, where models below `small` bytes are not."""
     warn_once.cache_clear()
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as found, patch("core.distributed.plan.units._SMALL_BYTES", small):
         warnings.simplefilter("always")
         wrapper = wrap_model(model, None, config, process_group=dist.group.WORLD, **options)
     wrapper(torch.arange(8).view(2, 4)).sum().backward()
@@ -235,18 +239,22 @@ def test_a_large_root_is_warned_of_with_the_list_that_helps(kind: str) -> None:
     config = SHARDED[kind]()
     _, (message,) = _wrap(Gpt("sequential"), config)
     assert "of Gpt are in no unit, and stay gathered on every rank for the whole step" in message
-    assert "sub_modules_to_wrap=[Block, " in message
-    assert _wrap(Gpt("sequential"), config, sub_modules_to_wrap=[Block]) == (BLOCKS, [])
+    assert (
+        "sub_modules_to_wrap=['Block', 'Embedding', 'Linear']. No" in message
+    )  # without Dropout, which has no weight
+    assert _wrap(Gpt("sequential"), config, small=2**20) == ([], [])
+    assert _wrap(Gpt("sequential"), config, sub_modules_to_wrap=["Block"]) == (BLOCKS, [])
     _, (message,) = _wrap(Gpt(vocabulary=4096), config)  # whose blocks are the smaller part
-    assert "sub_modules_to_wrap=[ModuleList, Embedding, Linear]" in message
-    units, none = _wrap(Gpt(vocabulary=4096), config, sub_modules_to_wrap=[nn.ModuleList, nn.Embedding, nn.Linear])
+    names = ["ModuleList", "Embedding", "Linear"]
+    assert f"sub_modules_to_wrap={names}" in message
+    units, none = _wrap(Gpt(vocabulary=4096), config, sub_modules_to_wrap=names)
     assert sorted(units) == sorted(["embedding", "head", *BLOCKS]) and none == []
     tied = [nn.ModuleList, nn.Embedding, nn.Linear]  # which become one unit
     assert len(_wrap(Gpt(vocabulary=4096, tied=True), config)[1]) == 1
     units, none = _wrap(Gpt(vocabulary=4096, tied=True), config, sub_modules_to_wrap=tied)
     assert sorted(units) == sorted(["embedding", "head", *BLOCKS]) and none == []
     _, (message,) = _wrap(Gpt(), config, sub_modules_to_wrap=[nn.Conv2d])
-    assert "sub_modules_to_wrap=[Block, " in message
+    assert "sub_modules_to_wrap=['Block', " in message
 
 
 @pytest.mark.parametrize("kind", SHARDED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,9 +99,33 @@ def test_a_program_is_what_python_would_run(launch, tmp_path: Path):
     assert launch(text, str(tmp_path / "program.py"), "--x", "1", ranks=1) == (0, "", [])
 
 
+@pytest.mark.parametrize("kind", ["folder", "zip", "module"])
+def test_a_program_is_a_folder_zip_or_module_too(launch, tmp_path: Path, monkeypatch, kind: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing" / "beside.py").write_text("value = 3\n")
+    find = "from .beside" if kind == "module" else "from beside"
+    (tmp_path / "thing" / "__main__.py").write_text(
+        f"import pickle, sys\n{find} import value\nclass Mine:\n    pass\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--x'] and value == 3\n"
+        "assert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
+    )
+    shutil.make_archive("thing", "zip", "thing")
+    program = {"folder": ["thing"], "zip": ["thing.zip"], "module": ["-m", "thing"]}[kind]
+    assert launch("", *program, "--x") == (0, "", [])
+
+
+def test_an_error_of_ours_is_not_cut(launch):
+    text = f"{MISTAKE}from core.base.errors import OutOfStepError\n{SECOND}"
+    _, err, _ = launch(f"{text}if rank:\n    raise OutOfStepError('x' * 400 + ' end')\nraise ValueError(1)\n")
+    assert "x end (after another rank's" in err
+    _, err, _ = launch(f"{text}raise ValueError(f'{{rank}} ' + 'x' * 400 + ' end')\n")
+    assert "x (after another rank's" in err
+
+
 def test_a_program_that_is_missing_or_no_python_is_said(launch, tmp_path: Path):
-    status, err, _ = launch("", str(tmp_path / "none.py"), ranks=1)
-    assert status == 2 and err.endswith("none.py cannot be read: No such file or directory; give a script\n")
+    status, err, _ = launch("", str(tmp_path / "none.py"))
+    assert status == 2 and err.count("none.py cannot be read: No such file or directory; give a script\n") == 1
     status, err, _ = launch("x = = 1\n", ranks=1)
     assert status == 1 and 'program.py", line 1' in err and "tracebacks.py" not in err
 
