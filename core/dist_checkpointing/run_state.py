@@ -132,8 +132,7 @@ class RunState:
             schedulers.append(None if one is None else {"kind": _kind(one), **state})
         if tensors:
             raise CheckpointError(f"the scheduler keeps tensors ({', '.join(tensors)}); save it by itself")
-        scalars = [optimizer.state_scalars() for optimizer in self.optimizers]
-        return {"optimizer": _one_or_all(scalars), "scheduler": _one_or_all(schedulers)}
+        return {"optimizer": [one.state_scalars() for one in self.optimizers], "scheduler": schedulers}
 
     def continue_from(self, metadata: Mapping[str, Any]) -> None:
         """Continues from `metadata`, once other code has filled `tensors`.
@@ -142,9 +141,9 @@ class RunState:
             CheckpointError: as `check`.
         """
         self.check(metadata)
-        for optimizer, scalars in zip(self.optimizers, _listed(metadata["optimizer"]), strict=True):
+        for optimizer, scalars in zip(self.optimizers, metadata["optimizer"], strict=True):
             optimizer.load_state_scalars(scalars)
-        for scheduler, saved in zip(self.schedulers, _listed(metadata["scheduler"], self.schedulers), strict=True):
+        for scheduler, saved in zip(self.schedulers, metadata["scheduler"], strict=True):
             if scheduler is not None:
                 state = {name: value for name, value in saved.items() if name != "kind"}
                 scheduler.load_state_dict(decode(state, dict[str, Tensor]().__getitem__))
@@ -156,22 +155,21 @@ class RunState:
             CheckpointError: the metadata has more or fewer optimizers or schedulers, or others.
         """
         for name, own in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
-            saved = [state for state in _listed(metadata.get(name)) if state is not None]
-            needed = [part for part in own if part is not None]
-            if len(saved) != len(needed):
+            saved, needed = (sum(part is not None for part in parts) for parts in (metadata.get(name, ()), own))
+            if saved != needed:
                 raise CheckpointError(
-                    f"the checkpoint has {len(saved) or 'none'} of the {name}'s states, and this run needs "
-                    f"{len(needed) or 'none'}; build what the run had that saved it, or load the model alone, by "
-                    "core.dist_checkpointing.load"
+                    f"the checkpoint has {saved or 'none'} of the {name}'s states, and this run needs "
+                    f"{needed or 'none'}; build what the run had that saved it, or load the model alone, by "
+                    "core.dist_checkpointing.load_weights"
                 )
-        for one, state in zip(self.schedulers, _listed(metadata["scheduler"], self.schedulers), strict=True):
+        for one, state in zip(self.schedulers, metadata["scheduler"], strict=True):
             has, needs = state and state.get("kind"), one and _kind(one)
             if has != needs:
                 raise CheckpointError(
                     f"the checkpoint has the state of a {has}, and the scheduler here is a {needs}; build the one "
                     "that was saved"
                 )
-        for optimizer, scalars in zip(self.optimizers, _listed(metadata["optimizer"]), strict=True):
+        for optimizer, scalars in zip(self.optimizers, metadata["optimizer"], strict=True):
             optimizer.check_state_scalars(scalars)
 
 
@@ -229,7 +227,7 @@ def save_training(
             f"folder, step or extra differs on ranks 0 and {differing[0]}, and one value is saved; give all ranks the "
             "same, such as a list of what each has (torch.distributed.all_gather_object)"
         )
-    metadata: dict[str, Any] = {"step": step, _EXTRA: values, "layout": _layout()}
+    metadata: dict[str, Any] = {"step": step, _EXTRA: values, "layout": rank_layout()}
     metadata["training"] = {prefix: state.metadata() for prefix, state in states.items()}
     tensors = {prefix + name: tensor for prefix, state in states.items() for name, tensor in state.tensors().items()}
     metadata[FINITE] = all_finite(tensors, ranks)
@@ -286,7 +284,7 @@ def load_training(
     kept = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in index.tensors.items() if n.startswith(f"{_EXTRA}.")}
     tensors = {prefix + name: tensor for prefix, state in states.items() for name, tensor in state.tensors().items()}
     streams = packed_rng_state()
-    continues = (saved["layout"], saved["rng_bytes"]) == (_layout(), streams.numel())
+    continues = (saved["layout"], saved["rng_bytes"]) == (rank_layout(), streams.numel())
     own_streams = {_own_streams(ranks): streams} if continues else {}
     with another_offered(found, ranks):
         load(tensors | kept | own_streams, found, cast=True, optional="rng.")
@@ -350,11 +348,14 @@ def _states(model: Any, optimizer: Any, scheduler: Any) -> dict[str, RunState]:
     return {f"{k}.": RunState(m, of["optimizer"].get(k), of["scheduler"].get(k)) for k, m in model.items()}
 
 
-def _layout() -> dict[str, int]:
+def rank_layout() -> dict[str, int]:
     """Returns the number of ranks and the degrees of model parallelism, to which random streams belong."""
-    groups = groups_in_effect(names=("tp", "cp", "pp", "ep"))
-    degrees = {name: getattr(groups, name) for name in ("tp", "cp", "pp", "ep")}
-    return {"ranks": Ranks().size} | {name: group.size() for name, group in degrees.items() if group is not None}
+    groups = groups_in_effect(names=("tp", "cp", "pp"))
+    sizes = {"tensor": groups.tp, "context": groups.cp, "pipeline": groups.pp}
+    degrees = {name: 1 if group is None else group.size() for name, group in sizes.items()}
+    if degrees["pipeline"] == 1:
+        del degrees["pipeline"]  # as runs of one stage have always written it
+    return {"ranks": Ranks().size, **degrees}
 
 
 def _own_streams(ranks: Ranks) -> str:
@@ -366,13 +367,6 @@ def _kind(scheduler: Any) -> str:
     return " ".join(type(one).__name__ for one in (scheduler, *getattr(scheduler, "_schedulers", ())))
 
 
-def _listed(parts: Any, like: Sequence[Any] = ()) -> list[Any]:
-    """Returns one or several as a list. None is as many as there are in `like`."""
-    if parts is None:
-        return [None] * len(like)
-    return list(parts) if isinstance(parts, Sequence) else [parts]
-
-
-def _one_or_all(states: list[Any]) -> Any:
-    """Returns the only state, or the list of several. None without any."""
-    return states if len(states) > 1 else next(iter(states), None)
+def _listed(parts: Any) -> list[Any]:
+    """Returns None, one or several as a list."""
+    return [] if parts is None else list(parts) if isinstance(parts, Sequence) else [parts]

@@ -27,11 +27,11 @@ from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.good_checkpoints import advice, another_offered, find_checkpoint, is_checkpoint, newest_good
 from ..dist_checkpointing.loading import held_hashes
 from ..dist_checkpointing.model_state import MODEL
-from ..dist_checkpointing.run_state import RunState
+from ..dist_checkpointing.run_state import RunState, rank_layout
 from ..dist_checkpointing.saving import all_finite
 from ..tokenizers import Tokenizer
 from .config import PretrainConfig
-from .state import TrainingState, check_is_run, check_same_model, rank_layout, warn_of_another_order
+from .state import TrainingState, check_is_run, check_same_model, warn_of_another_order
 
 TOKENIZER_FILE = "tokenizer.json"
 _RNG_NAMES = "rng."

@@ -239,14 +239,3 @@ def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> No
             f"{state.consumed_samples} of the new order, so that some samples repeat and others are skipped",
             stacklevel=3,
         )
-
-
-def rank_layout() -> dict[str, int]:
-    """Returns the number of ranks and the degrees of model parallelism."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return {
-        "ranks": dist.get_world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        **({"pipeline": stages} if stages > 1 else {}),  # as runs of one stage have always written it
-    }
