@@ -6,7 +6,7 @@ The device decides the outcome of a step, and the host learns it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from .main_params import MainParam, WrittenParams, refresh_parameters, take_grad
 from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .update_rules import SkippableRule, UpdateRule
+from .update_rules import SkippableRule
 
 if TYPE_CHECKING:
-    from .torch_rule import TorchRule
+    from .torch_rule import UpdateRule
 
 
 class MegatronOptimizer(OptimizerState):
@@ -277,7 +277,7 @@ class MegatronOptimizer(OptimizerState):
             added = find_main_params(type(self.optimizer).__name__, groups[-1]["params"], self._chunks)
             if twice := [p.name for p in added.values() if p.param in known]:
                 raise OptimizerError(f"parameter {twice[0]} is in another group of the optimizer; add it to one")
-            cast("TorchRule", self.rule).take(groups[-1:], added)
+            self.rule.take(groups[-1:], added)
         except OptimizerError:
             groups.pop()
             raise
