@@ -9,7 +9,7 @@ for that run. (Rajbhandari et al., 2020.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,10 @@ from .main_ranges import collect_main_params
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides, ParamCondition, build_param_groups
-from .update_rules import RuleBuilder, UpdateRule
+from .update_rules import RuleBuilder
+
+if TYPE_CHECKING:
+    from .torch_rule import UpdateRule
 
 
 class DistributedOptimizer(MegatronOptimizer):

@@ -5,8 +5,8 @@ The device decides the outcome of a step, and the host learns it later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from .main_params import MainParam, WrittenParams, refresh_parameters, take_grad
 from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .update_rules import SkippableRule, UpdateRule
+from .update_rules import SkippableRule
 
 if TYPE_CHECKING:
-    from .torch_rule import TorchRule
+    from .torch_rule import UpdateRule
 
 
 class MegatronOptimizer(OptimizerState):
@@ -197,8 +197,9 @@ class MegatronOptimizer(OptimizerState):
             self.average.check_may_step()
         for wrapper in self._wrappers:
             wrapper.check_step(type(self).__name__)
-            _check_updated(wrapper)
             wrapper.stepped_optimizers.add(self)
+        for chunk in self._chunks:
+            _check_updated(chunk, getattr(self.rule, "left_out", ()))
         for p in self._checked_here:
             p.check_storage()
 
@@ -273,12 +274,12 @@ class MegatronOptimizer(OptimizerState):
         if self.average is not None:
             raise OptimizerError("add_param_group was called after AveragedWeights was built; add the group before")
         groups, known = self.optimizer.param_groups, {p.param for p in self._params}
-        self.optimizer.add_param_group(param_group)
+        type(self.optimizer).add_param_group(self.optimizer, param_group)
         try:
             added = find_main_params(type(self.optimizer).__name__, groups[-1]["params"], self._chunks)
             if twice := [p.name for p in added.values() if p.param in known]:
                 raise OptimizerError(f"parameter {twice[0]} is in another group of the optimizer; add it to one")
-            cast("TorchRule", self.rule).take(groups[-1:], added)
+            self.rule.take(groups[-1:], added)
         except OptimizerError:
             groups.pop()
             raise
@@ -352,15 +353,16 @@ class MegatronOptimizer(OptimizerState):
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
 
-def _check_updated(wrapper: _BaseDataParallel) -> None:
-    """Raises if no optimizer updates a parameter that the wrapper trains.
+def _check_updated(chunk: nn.Module, left_out: Container[nn.Parameter]) -> None:
+    """Raises if no optimizer updates a parameter that a wrapper trains, or of a plain module one that is `left_out`.
 
     Raises:
         OptimizerError: names the parameter.
     """
-    updated = wrapper.updated_parameters
-    for name, param in unwrap_model(wrapper).named_parameters():
-        if param not in updated and param.requires_grad and owner_of(param) is wrapper:
+    updated = getattr(chunk, "updated_parameters", None)
+    for name, param in unwrap_model(chunk).named_parameters():
+        is_nobodys = param in left_out if updated is None else param not in updated and owner_of(param) is chunk
+        if is_nobodys and param.requires_grad:
             raise OptimizerError(
                 f"parameter {name} was made trainable after the optimizer was built, or is in none of the groups, so "
                 "that nothing updates it; build the optimizer with it while it is trainable, and freeze it afterwards"

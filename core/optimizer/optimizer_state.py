@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .param_groups import groups_to_json, load_groups, saved_settings
-from .update_rules import Numbers, UpdateRule
+from .update_rules import Numbers
+
+if TYPE_CHECKING:
+    from .torch_rule import UpdateRule
 
 
 def scalars_of(
@@ -35,7 +38,8 @@ def scalars_of(
         groups: `groups_to_json` of the groups.
     """
     kept = {name: of_param for name, of_param in numbers.items() if of_param is not None}
-    others = {kind: _by_most({n: of[kind] for n, of in kept.items() if kind in of}) for kind in _kinds(kept.values())}
+    kinds = sorted({kind for of_param in kept.values() for kind in of_param})
+    others = {kind: _by_most({n: of[kind] for n, of in kept.items() if kind in of}) for kind in kinds}
     step, step_of = others.pop("step", (0, {}))
     scalars = {"step": step, "step_of": step_of}
     if len(kept) < len(numbers):
@@ -48,10 +52,6 @@ def scalars_of(
         names_of.setdefault(settings, set()).update(group["params"])
     merged = [{**json.loads(key), "params": sorted(names)} for key, names in sorted(names_of.items()) if names]
     return scalars | {"grad_scaler": grad_scaler, "groups": merged}
-
-
-def _kinds(of_params: Iterable[Numbers]) -> list[str]:
-    return sorted({kind for of_param in of_params for kind in of_param})
 
 
 def _by_most(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:

@@ -50,7 +50,8 @@ def shard_optimizer(
     Args:
         torch_optimizer: built with parameters of the model, before or after it was wrapped. It may have a part of
             them, if other optimizers have the rest. State goes on: of steps of the plain model, or loaded by torch's
-            `load_state_dict`. From now on its `step` and `zero_grad` are those of what is returned.
+            `load_state_dict`. From now on its `step`, `zero_grad`, `add_param_group`, `state_dict` and
+            `load_state_dict` are those of what is returned.
         model: what `wrap_model` returned, a plain module on one rank, or the chunks of a pipeline stage.
         clip_grad: largest global L2 norm of the gradient of these parameters. 0 turns clipping off.
         loss_scale: a constant factor of losses.
@@ -87,10 +88,10 @@ def shard_optimizer(
         found = find_main_params(name, given, chunks)
         check_model(config, chunks, list(found.values()))
         updated = {param for chunk in chunks for param in getattr(chunk, "updated_parameters", ())}
-        if is_fp16 and updated - {p.param for p in found.values()}:
+        if (is_fp16 or loss_scale is not None) and updated - {p.param for p in found.values()}:
             raise OptimizerError(
-                "the model in fp16 has another optimizer, and a loss has one scale; give one optimizer all "
-                "parameters, in groups, or train in bf16"
+                "the model has another optimizer, and a loss has one scale; give one optimizer all parameters, in "
+                "groups, or train in bf16 without loss_scale"
             )
         return found
 
@@ -110,10 +111,12 @@ def shard_optimizer(
 
 
 def _step_through(torch_optimizer: Any, optimizer: MegatronOptimizer) -> None:
-    """Makes a torch optimizer's own `step` and `zero_grad` those of the optimizer over shards."""
+    """Makes a torch optimizer's own methods those of the optimizer over shards."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's schedulers do not replace it then
-    torch_optimizer.step, torch_optimizer.zero_grad = step, optimizer.zero_grad
+    torch_optimizer.step = step
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(torch_optimizer, name, getattr(optimizer, name))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..base.errors import OptimizerError
 from ..base.parameters import local_part
 from .main_params import MainParam
-from .update_rules import Numbers
+from .update_rules import Numbers, SkippableRule
 
 _SHAPES = ((6, 35), (130, 1, 1, 130))
 """Of the probe's tensors. The second has the dims of a convolution's, and the size of a large matrix."""
@@ -144,6 +144,10 @@ class TorchRule:
         examples = self._examples[main].items()
         of_main = {kind: _like(like, numbers.get(kind, 0)) for kind, like in examples if not _is_part(like)}
         self.optimizer.state[main] = of_main | tensors
+
+
+UpdateRule = SkippableRule | TorchRule
+"""What `MegatronOptimizer` makes updates with. Main tensors are in the groups of its `optimizer`."""
 
 
 def _is_part(example: object) -> TypeGuard[Tensor]:

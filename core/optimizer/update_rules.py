@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,39 +37,11 @@ Numbers = Mapping[str, float]
 """What a rule keeps of one parameter besides tensors, such as the count of its steps, ``step``."""
 
 
-class UpdateRule(Protocol):
-    """What `MegatronOptimizer` makes updates with. Main tensors are in the groups of `optimizer`."""
-
-    skips_on_device: bool
-    """Whether the device decides if an update is made, so that the host need not wait before it."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Has groups, state, and torch's hooks."""
-
-    def update(self, is_finite: Tensor) -> None:
-        """Updates every main tensor that has a gradient, unless `is_finite`, a 0-dim bool on the device, is False."""
-
-    def take_back(self, mains: Iterable[Tensor]) -> None:
-        """Lowers the step counts of main tensors by one, after the device has skipped the step."""
-
-    def share_state(self) -> None:
-        """Makes the state that of this rank's parts. All ranks call it before it is read or loaded."""
-
-    def state_of(self, main: Tensor) -> Mapping[str, Tensor]:
-        """Returns the state of a main tensor by kind, each in its shape. Zeros to load into where there is none."""
-
-    def numbers_of(self, main: Tensor) -> Numbers | None:
-        """Returns the rest of its state. None where it has none, and zeros would not be the same."""
-
-    def set_numbers(self, main: Tensor, numbers: Numbers | None) -> None:
-        """Continues from `numbers`, once the tensors of `state_of` are filled."""
-
-
 class SkippableRule(torch.optim.Optimizer):
     """An update that the device can skip without the host: its kernels write nothing if `found_inf` is 1."""
 
     skips_on_device = True
+    """Whether the device decides if an update is made, so that the host need not wait before it."""
 
     found_inf: Tensor | None = None
     """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `update` sets it before `step` and

@@ -353,9 +353,57 @@ def test_fp16_has_a_loss_scale_and_one_optimizer() -> None:
     _refused(
         (
             lambda: shard_optimizer(optim.AdamW([vectors]), model),
-            "model in fp16 has another optimizer, and a loss has one scale",
+            "model has another optimizer, and a loss has one scale",
         )
     )
+
+
+@on_ranks(2)
+def test_a_constant_loss_scale_has_one_optimizer() -> None:
+    model = wrapped("zero1")
+    matrices, vectors = decayed(model)
+    shard_optimizer(optim.AdamW([matrices]), model, loss_scale=8.0)
+    _refused(
+        (
+            lambda: shard_optimizer(optim.AdamW([vectors]), model, loss_scale=8.0),
+            "model has another optimizer, and a loss has one scale",
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "zero1", "fsdp2"])
+@on_ranks(2)
+def test_a_parameter_that_is_thawed_later_is_said(kind: str) -> None:
+    model: Any = Net()
+    model.norm.requires_grad_(False)
+    model = model if kind == "none" else wrapped(kind, model)
+    own = shard_optimizer(optim.AdamW(model.parameters()), model)
+    train(model, range(1), own)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.requires_grad_(True)
+    with pytest.raises(OptimizerError, match=r"norm\.weight was .*made trainable after the"):
+        own.step()
+
+
+@on_ranks(2)
+def test_methods_of_the_torch_optimizer_are_the_returned_ones() -> None:
+    alone, model = Net(), wrapped("zero1")
+    theirs = optim.AdamW(decayed(alone))
+    train(alone, range(1), theirs)
+    matrices, vectors = decayed(model)
+    inner = optim.AdamW([matrices])
+    own = shard_optimizer(inner, model, clip_grad=1e-3)
+    with pytest.raises(CheckpointError, match="the optimizer state has no cut, scalars, tensors"):
+        inner.load_state_dict(theirs.state_dict())
+    inner.add_param_group(vectors)
+    assert len(own.main_params) == len(list(model.parameters()))
+    train(model, range(1), own)
+    state = copy.deepcopy(inner.state_dict())
+    assert state["tensors"].keys() == own.state_tensors().keys()
+    train(model, range(1, 2), own)
+    inner.load_state_dict(state)
+    assert own.state_scalars()["step"] == 1
 
 
 @on_ranks(2)
