@@ -83,7 +83,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         *,
         steps: range | None = None,
         every: int = 10,
-        trackers: str | Tracker | Sequence[str | Tracker] = (),
+        trackers: str | Sequence[str | Tracker] = (),
         model: nn.Module | Sequence[nn.Module] = (),
         optimizer: Optimizer | None = None,
         tokens_per_step: int = 0,
@@ -94,7 +94,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         curve: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        ranks, is_range = Ranks(error=ConfigError), isinstance(steps, range)
+        ranks, chunks = Ranks(error=ConfigError), list(model) if isinstance(model, Sequence) else [model]
+        ranks.on_all(partial(_check, steps, every, chunks, optimizer, layer_norms))
         self.is_writer = ranks.is_first
         self.folder = Path(folder) if folder is not None and self.is_writer else None
         self._every, self._steps, self._curve, self._tokens_per_step = every, steps, curve, tokens_per_step
@@ -106,9 +107,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Trackers that a warning has named."""
         self.files = OptionalFiles(self.message)
         """Writes the files, and keeps those pending that could not be written."""
-        self._display = Display(steps[-1] if steps and is_range else None)
-        chunks = list(model) if isinstance(model, Sequence) else [model]
-        ranks.on_all(partial(self._check, chunks, optimizer, layer_norms))
+        self._display = Display(steps[-1] if steps else None)
         ranks.on_all(partial(self._open, trackers, settings))
         self._norms = LayerNorms(optimizer, chunks) if layer_norms and optimizer is not None else None
         if optimizer is not None:
@@ -121,22 +120,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """When the last step ended. `restart` sets it."""
         self._begin(steps[0] if steps else 0)
 
-    def _check(self, chunks: Sequence[nn.Module], optimizer: Optimizer | None, layer_norms: bool) -> None:
-        steps, every = self._steps, self._every
-        if not (isinstance(steps, range) or steps is None):
-            raise ConfigError(f"steps is {steps!r}; give the range that the loop runs over, such as range(1000)")
-        if steps is not None and steps.step < 0:
-            raise ConfigError(f"steps is {steps!r}; give a range that counts up")
-        if not isinstance(every, Integral) or every < 1:
-            raise ConfigError(f"every is {every}; give 1 for a line each step, or a larger whole number")
-        if wrong := [chunk for chunk in chunks if not isinstance(chunk, nn.Module)]:
-            raise ConfigError(f"model has {wrong[0]!r}; give the nn.Module that the loop calls, or several")
-        if not isinstance(optimizer, Optimizer | None):
-            raise ConfigError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer that the loop steps")
-        if layer_norms and optimizer is None:
-            raise ConfigError("layer_norms needs the optimizer whose steps are measured; give optimizer")
-
-    def _open(self, trackers: str | Tracker | Sequence[str | Tracker], settings: Mapping[str, Any] | None) -> None:
+    def _open(self, trackers: str | Sequence[str | Tracker], settings: Mapping[str, Any] | None) -> None:
         """Opens files and trackers on the first rank."""
         if not self.is_writer:
             return
@@ -152,7 +136,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 # JSON has no NaN, and no infinity: such a number becomes null, as in lines.
                 values = json.loads(json.dumps(settings, default=str), parse_constant=lambda _: None)
                 self.files.write(target, partial(write_durably, target, json.dumps(values, indent=1)))
-        for tracker in trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]:
+        for tracker in [trackers] if isinstance(trackers, str) else trackers:
             name = tracker if isinstance(tracker, str) else type(tracker).__name__
             self._trackers.append((name, open_tracker(tracker, self.folder, first, settings)))
 
@@ -276,15 +260,32 @@ class RunLog(AbstractContextManager["RunLog"]):
                 tracker.log(numbers, step=step)
             except Exception as error:  # a server that is away ends no training
                 if name not in self._failed:
-                    kept = "" if self._lines is None else f", its numbers are in {self._lines.path}"
-                    self.message(f"warning: tracker {name} failed ({first_line(error)}){kept}; training goes on")
+                    kept = "" if self._lines is None else f"its numbers are in {self._lines.path}, and "
+                    self.message(f"warning: tracker {name} failed ({first_line(error)}): {kept}training goes on")
                     self._failed.add(name)
         self.files.retry()
 
 
+def _check(
+    steps: range | None, every: int, chunks: Sequence[nn.Module], optimizer: Optimizer | None, layer_norms: bool
+) -> None:
+    if not (isinstance(steps, range) or steps is None):
+        raise ConfigError(f"steps is {steps!r}; give the range that the loop runs over, such as range(1000)")
+    if steps is not None and steps.step < 0:
+        raise ConfigError(f"steps is {steps!r}; give a range that counts up")
+    if not isinstance(every, Integral) or every < 1:
+        raise ConfigError(f"every is {every}; give 1 for a line each step, or a larger whole number")
+    if wrong := [chunk for chunk in chunks if not isinstance(chunk, nn.Module)]:
+        raise ConfigError(f"model has {wrong[0]!r}; give the nn.Module that the loop calls, or several")
+    if not isinstance(optimizer, Optimizer | None):
+        raise ConfigError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer that the loop steps")
+    if layer_norms and optimizer is None:
+        raise ConfigError("layer_norms needs the optimizer whose steps are measured; give optimizer")
+
+
 def _checked(name: str, value: Any, *others: type) -> Any:
     """Returns a number of Python, or a tensor, which is not read here."""
-    is_one = isinstance(value, Tensor) and (value.numel() == 1 or (name == "loss" and value.numel()))
+    is_one = isinstance(value, Tensor) and (value.numel() == 1 or name == "loss")
     if value is None or is_one or isinstance(value, (int, float, *others)):
         return value
     try:

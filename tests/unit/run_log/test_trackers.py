@@ -132,14 +132,14 @@ def test_a_server_that_is_away_ends_no_training(tmp_path, capsys):
     recorder.fails = True
     _log(tmp_path, recorder)
     path, err = tmp_path / "log.jsonl", capsys.readouterr().err
-    assert err.count(f"tracker Recorder failed (the server is away), its numbers are in {path}; training goes on") == 1
+    assert err.count(f"tracker Recorder failed (the server is away): its numbers are in {path}, and training ") == 1
     assert len(path.read_text().splitlines()) == 4
 
 
 def test_a_server_that_is_away_hides_no_full_disk(tmp_path, capsys):
     recorder = Recorder()
     recorder.fails = True
-    with RunLog(tmp_path, every=1, trackers=recorder) as log:
+    with RunLog(tmp_path, every=1, trackers=[recorder]) as log:
         log.step(0, 1.0)
         (tmp_path / "log.jsonl").unlink()
         (tmp_path / "log.jsonl").mkdir()
