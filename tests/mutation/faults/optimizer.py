@@ -67,7 +67,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the loss scale is not taken out of gradients",
-        "core.optimizer.optimizer.MegatronOptimizer.start_step",
+        "core.optimizer.optimizer.MegatronOptimizer._start_reduced",
         r"(factor = clip_coefficient\(.*?\)) / torch\.full_like\(norm, scale\)",
         r"\1",
         (_OPTIMIZER,),
