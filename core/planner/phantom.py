@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from ..distributed.engine.gradients import UnreadableGradient
 from .recorder import HOST, ON_HOST, Kind, Ranks, Recorder, Transfer, Work
 
 MOST_VALUES = 2**12
@@ -79,10 +78,8 @@ class PhantomMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, (torch.distributed.tensor.DTensor, UnreadableGradient)) for kind in types):
-            return (
-                NotImplemented  # which first becomes its local tensors, or takes a gradient without memory of its own
-            )
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # which first becomes its local tensors
         if _is_view(func):
             return func(*args, **kwargs)
         name = func._schema.name

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import ShardstackError
 from ...base.parameters import local_part
 from ...comm import collectives
@@ -42,20 +41,16 @@ def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 # None, `torch.nn.utils.clip_grad_norm_` and loops over gradients would silently skip the parameter.
 
 UNREADABLE = (
-    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, keeps it in "
-    "another dtype, or has not reduced it over ranks yet (finalize_model_grads does); clip by shard_optimizer(..., "
-    "clip_grad=...) or OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), or "
-    "use the sharding strategy 'no_shard', and no setting that keeps gradients in fp32"
+    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, or keeps it in "
+    "another dtype; clip by shard_optimizer(..., clip_grad=...) or OptimizerConfig(clip_grad=...), read this rank's "
+    "part with wrapper.local_gradient(param), or use the sharding strategy 'no_shard', and no setting that keeps "
+    "gradients in fp32"
 )
 
 
 def is_unreadable(gradient: Any) -> bool:
     """Returns whether a gradient is an `UnreadableGradient`."""
     return type(gradient) is UnreadableGradient
-
-
-_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-"""How autograd adds a gradient to ``param.grad``."""
 
 
 class UnreadableGradient(Tensor):
@@ -73,17 +68,14 @@ class UnreadableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if current_backward() != NO_BACKWARD:  # a mode, such as a counter of operations, looks at what autograd adds
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         raise ShardstackError(UNREADABLE)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Autograd adds a new gradient to `param.grad` in C++. Keep it for the wrapper's hook, which comes next.
-        if func in _ADDITIONS and is_unreadable(args[0]):
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
             vars(args[0])["added"] = args[1]
-            return args[1] if func is _ADDITIONS[0] else args[0]  # in place, a mode alone reads what is returned
+            return args[0]
         raise ShardstackError(UNREADABLE)
 
 

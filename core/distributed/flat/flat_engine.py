@@ -184,9 +184,8 @@ class FlatGradients(Gradients):
         if self.plan.settings.finish_in_backward and self._schedule.has_lost_a_backward:
             self._drop()
         gradient: Tensor | None = param.grad
-        shown: Tensor | None = None
         if type(gradient) is UnreadableGradient:  # it has kept what autograd has added to it
-            shown, gradient = gradient, vars(gradient).pop("added")
+            gradient = vars(gradient).pop("added")
         if gradient is None:
             return
         if gradient.requires_grad:
@@ -196,8 +195,7 @@ class FlatGradients(Gradients):
             )
         if self.state.phase is not Phase.ACCUMULATING:
             self.state.note_backward(self.reopen)
-            shown = self.shown.unreadable[param]
-        param.grad = shown
+        param.grad = None
         if self.state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return
         bucket, slot = self._place_of[param]

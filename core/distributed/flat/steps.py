@@ -168,9 +168,7 @@ class ShownGradients:
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
         self._stepped_params: set[nn.Parameter] | None = None
         # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
-        # From the first gradient of a step to its reduction one parameter has it, so that code which reads gradients,
-        # such as `torch.nn.utils.clip_grad_norm_`, does not take them as absent.
-        self.unreadable = {param: UnreadableGradient(param) for param in place_of}
+        self._unreadable_gradients = {param: UnreadableGradient(param) for param in place_of}
 
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``.
@@ -199,7 +197,7 @@ class ShownGradients:
                     param.grad = param.main_grad = None  # type: ignore[attr-defined]
                     continue
                 is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
-                param.grad = param.main_grad if is_readable else self.unreadable[param]  # type: ignore[attr-defined]
+                param.grad = param.main_grad if is_readable else self._unreadable_gradients[param]  # type: ignore[attr-defined]
 
     def hide_after_step(self) -> None:
         """Clears ``param.grad`` after a step, if gradients are sharded."""

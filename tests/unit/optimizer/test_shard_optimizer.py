@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from core.base.errors import CheckpointError, ConfigError, OptimizerError, ShardstackError
+from core.base.errors import CheckpointError, ConfigError, OptimizerError
 from core.dist_checkpointing import load_training, save_training
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimizer
@@ -208,18 +208,6 @@ def test_zeroing_what_another_optimizer_needs_raises(kind: str) -> None:
     model(torch.arange(6).view(2, 3)).square().mean().backward()
     first.step()
     second.step()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "fsdp2"])
-@on_ranks(2)
-def test_clipping_before_the_reduction_raises(kind: str) -> None:
-    model = wrapped(kind)
-    shard_optimizer(optim.SGD(decayed(model), lr=0.1), model)
-    for _ in range(2):  # the second micro-batch adds to what raises
-        with model.no_sync():
-            model(torch.arange(6).view(2, 3)).square().mean().backward()
-        with pytest.raises(ShardstackError, match="has not reduced it over ranks yet"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
