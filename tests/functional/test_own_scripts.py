@@ -35,7 +35,7 @@ def _compare_all(optimizers: list[str], others: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_scripts_have_the_bits_of_one_process(ranks: int) -> None:
     assert run_distributed(_compare_all, ranks, list(OPTIMIZERS), False) == [[]] * ranks
 
@@ -69,7 +69,7 @@ def _load_and_go_on(folder: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_scripts_go_on_to_the_bit_at_another_size(before: int, after: int, tmp_path: Path) -> None:
     run_distributed(_train_and_save, before, str(tmp_path))
     assert run_distributed(_load_and_go_on, after, str(tmp_path)) == [[]] * after

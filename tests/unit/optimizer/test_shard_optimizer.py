@@ -137,7 +137,7 @@ def test_any_wrapper_and_size_goes_on_to_the_bit(saved: Any, resumed: Any, tmp_p
     run_distributed(_resume, resumed[0], resumed[1], str(tmp_path))
 
 
-@pytest.mark.parametrize("of_torchs", [False, True])
+@pytest.mark.parametrize("of_torchs", [False, pytest.param(True, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_schedules_of_torch_bind_and_go_on(of_torchs: bool, tmp_path: Path) -> None:
     for name, schedule in SCHEDULES.items():
