@@ -63,7 +63,7 @@ def _is_documented(name: str, value: Any) -> bool:
         return bool(value.__doc__) and not value.__doc__.startswith(f"{value.__name__}(")
     if isinstance(value, types.ModuleType):
         return bool(value.__doc__)
-    origins = [m for m in list(sys.modules.values()) if m.__name__.startswith("core.") and name in vars(m)]
+    origins = [m for m in list(sys.modules.values()) if m.__name__.startswith("shardstack.") and name in vars(m)]
     return any(name in _documented_constants(inspect.getsource(module)) for module in origins)
 
 

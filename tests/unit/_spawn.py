@@ -326,7 +326,7 @@ def _restart_group_names() -> None:
 
 def _check_left_nothing_behind() -> None:
     """Raises if this thread is still in a collective by its record: the next job's messages would have its tag."""
-    call = sys.modules.get("core.comm.call")
+    call = sys.modules.get("shardstack.comm.call")
     left = call.recorded_collective() if call is not None else None
     if left is not None:
         raise RuntimeError(f"the job has left the {left.kind} of {left.what} without leaving its record")
@@ -343,13 +343,13 @@ def _tear_down() -> None:
     _finish_lanes()
     _undone_after_the_job.close()
     dist.barrier()  # a group may still be connecting on a slower rank
-    parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
+    parallel_state = sys.modules.get("shardstack.parallel_state")  # only a job that imported it can have built groups
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
     # A destroyed group that is kept wakes up its thread a hundred times a second.
-    groups = sys.modules.get("core.distributed.groups")
+    groups = sys.modules.get("shardstack.distributed.groups")
     if groups is not None:
         groups._twins.clear()
     for mesh in [each for each in gc.get_objects() if type(each) is dist.DeviceMesh]:  # caches of DTensor keep meshes
@@ -358,7 +358,7 @@ def _tear_down() -> None:
         from core.base._torch_compat import forget_sharding_decisions
 
         forget_sharding_decisions()
-    random_streams = sys.modules.get("core.tensor_parallel.random")
+    random_streams = sys.modules.get("shardstack.tensor_parallel.random")
     if random_streams is not None:  # else dropout of the next job would draw from the streams of this one
         random_streams.get_rng_tracker().reset()
     _forget_collectives()
@@ -375,7 +375,7 @@ def _finish_lanes() -> None:
     One that began after `_forget_collectives` would be found under way by the next job, and one that uses a group
     after it is destroyed would fail.
     """
-    lanes = sys.modules.get("core.comm.lane")
+    lanes = sys.modules.get("shardstack.comm.lane")
     if lanes is not None:
         cpu = torch.device("cpu")
         for number in (0, 1):
@@ -391,7 +391,7 @@ def _forget_collectives() -> None:
 
     Their numbers go on, so that a message that no rank has received matches none of the next job.
     """
-    record = sys.modules.get("core.comm.record")
+    record = sys.modules.get("shardstack.comm.record")
     for known in record.live_records() if record is not None else ():
         known.calls.clear()
         if known.published_table:  # a question of the next job would be answered by it

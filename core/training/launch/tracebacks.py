@@ -40,7 +40,7 @@ class _Folded(traceback.StackSummary):
         """Yields frames next to each other, and whether they are folded."""
         for is_below, frames in groupby(self, lambda frame: bool(_room(frame.filename))):
             run = [*frames]
-            yield is_below and any(_room(frame.filename) == "core" for frame in run), run
+            yield is_below and any(_room(frame.filename) == "shardstack" for frame in run), run
 
     def _lines(self, folds: bool, run: list[traceback.FrameSummary], options: Any) -> list[str]:
         if not folds:
@@ -53,7 +53,7 @@ class _Folded(traceback.StackSummary):
 def _room(file: str) -> str:
     """Returns whose code a file is: that of core, torch or Python, or empty for the user's."""
     path = Path(file).resolve()
-    for room, module in (("core", "core.base.errors"), ("torch", "torch.version")):
+    for room, module in (("shardstack", "shardstack.base.errors"), ("torch", "torch.version")):
         known = getattr(sys.modules.get(module), "__file__", None)  # a program's own `core` has no such module
         if known and Path(known).resolve().parents[module.count(".") - 1] in path.parents:
             return room
@@ -104,7 +104,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     text, before = shorten(error.with_traceback(trace))
     last = "".join(traceback.format_exception_only(kind, error)).strip()
     if before:
-        most = None if kind.__module__ == "core.base.errors" else _MOST_CHARACTERS  # ours end with the remedy
+        most = None if kind.__module__ == "shardstack.base.errors" else _MOST_CHARACTERS  # ours end with the remedy
         short = " ".join(last.split())[:most]
         text = "the same error" if last in before else f"{short} (after another rank's; see {os.environ[FILE]})"
     sys.stderr.write(f"{where()}: {text}\n" if before else f"{where()}:\n{text}")  # at once: lines do not mix

@@ -79,7 +79,7 @@ def train(config: DistributedDataParallelConfig, rank: int) -> tuple[list[str], 
 def main(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     results = {name: train(config, rank) for name, config in CONFIGS.items()}
-    loaded = {name.removeprefix("core.") for name in sys.modules if name.startswith("core.")}
+    loaded = {name.removeprefix("shardstack.") for name in sys.modules if name.startswith("shardstack.")}
     if rank == 0:
         print(json.dumps([sorted(loaded), results]), flush=True)
     dist.destroy_process_group()

@@ -98,7 +98,7 @@ def test_there_is_one_hook_before_a_step_and_one_after_it():
     for _ in range(3):
         _marked()
     for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
-        assert [hook.__module__ for hook in hooks.values() if hook.__module__.startswith("core.")] == [
+        assert [hook.__module__ for hook in hooks.values() if hook.__module__.startswith("shardstack.")] == [
             "core.distributed.step_marks"
         ]
 
