@@ -5,9 +5,9 @@ Nothing is imported here until it is used. Take what you need from the sub-packa
 numpy alone. ``core`` is a second name of the same modules, for scripts that had ``megatron.core``.
 """
 
-import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -32,9 +32,9 @@ else:  # a checkout's folder, imported by its name `core`: the package takes its
         except BaseException:
             del sys.modules["shardstack"]
             raise
-    elif not os.path.samefile(sys.modules["shardstack"].__path__[0], os.path.dirname(__file__)):
+    elif not (_imported := Path(sys.modules["shardstack"].__path__[0])).samefile(_found := Path(__file__).parent):
         raise ImportError(
-            f"there are two copies of shardstack: {sys.modules['shardstack'].__path__[0]}, which was imported, and "
-            f"{os.path.dirname(__file__)}, which the name core finds; leave one of them on the path"
+            f"there are two copies of shardstack: {_imported}, which was imported, and {_found}, which the name core "
+            "finds; leave one of them on the path"
         )
     sys.modules[__name__] = sys.modules["shardstack"]

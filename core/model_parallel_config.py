@@ -77,7 +77,7 @@ class ModelParallelConfig:
     gradient buffers (FSDP2)."""
 
     fusion_lends_memory: ClassVar[bool] = True
-    """Tells wrappers what `gradient_accumulation_fusion` means in this config (`core.base.module_protocol`)."""
+    """Tells wrappers what `gradient_accumulation_fusion` means in this config (`shardstack.base.module_protocol`)."""
 
     cross_entropy_loss_fusion: bool = False
     """Fuse the loss as `cross_entropy_fusion_impl` says."""

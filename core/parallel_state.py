@@ -3,7 +3,7 @@
 `initialize_model_parallel` divides the world along the named axes of a grid and stores the result as one immutable
 state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
 ``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert sizes
-are 1, and there are no groups. `core.process_groups` makes and keeps the groups.
+are 1, and there are no groups. `shardstack.process_groups` makes and keeps the groups.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
     Args:
         ignore_virtual, vp_stage: as in `is_pipeline_first_stage`. Stages are interleaved; for the schedule
-            ZBVZeroBubble ask :func:`core.transformer.pipeline_stages.pipeline_stage`.
+            ZBVZeroBubble ask :func:`shardstack.transformer.pipeline_stages.pipeline_stage`.
     """
     virtual = get_virtual_pipeline_model_parallel_world_size()
     is_last_turn = ignore_virtual or virtual is None or vp_stage == virtual - 1
@@ -314,7 +314,7 @@ for _name, _getter in list(globals().items()):
 
 
 def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names: Sequence[str]) -> None:
-    """Checks that given groups have the ranks of `core.parallel_state`, whose groups the caller uses.
+    """Checks that given groups have the ranks of `shardstack.parallel_state`, whose groups the caller uses.
 
     Args:
         caller: name of the caller, for the error.
@@ -334,8 +334,8 @@ def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names:
         own_ranks = dist.get_process_group_ranks(own) if own is not None else [dist.get_rank()]
         if ranks != own_ranks:
             raise ParallelConfigError(
-                f"{caller}: pg_collection.{name} has the ranks {ranks}, but core.parallel_state has {own_ranks}; "
-                "initialise that with the same sizes"
+                f"{caller}: pg_collection.{name} has the ranks {ranks}, but shardstack.parallel_state has "
+                f"{own_ranks}; initialise that with the same sizes"
             )
 
 

@@ -102,11 +102,12 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Returns the groups of `core.parallel_state`, all or only the named ones. A group that it lacks is None.
+        """Returns the groups of `shardstack.parallel_state`, all or only the named ones. A group that it lacks is
+        None.
 
         Raises:
             ParallelConfigError: a name does not exist.
-            ParallelStateError: `core.parallel_state` is not initialised.
+            ParallelStateError: `shardstack.parallel_state` is not initialised.
         """
         _check_names(dict.fromkeys(required_pgs or ()))
         process_groups.groups("a collection of groups")
@@ -116,7 +117,7 @@ class ProcessGroupCollection:
 def groups_in_effect(
     given: ProcessGroupCollection | None = None, names: Sequence[str] | None = None
 ) -> ProcessGroupCollection:
-    """Returns the given groups, filled up with the groups of `core.parallel_state` if it is initialised.
+    """Returns the given groups, filled up with the groups of `shardstack.parallel_state` if it is initialised.
 
     Wrappers, optimizers and functions of checkpoints call it where their caller gives no groups. What is below them
     gets groups as values.
@@ -129,12 +130,13 @@ def groups_in_effect(
     return groups if given is None else given.filled_from(groups)
 
 
-# By name; the annotation of a field has the kind of its groups in `core.process_groups`, where there are such groups.
+# By name; the annotation of a field has the kind of its groups in `shardstack.process_groups`, where there are such
+# groups.
 _FIELDS = get_type_hints(ProcessGroupCollection, include_extras=True)
 
 
 def group_of_field(name: str) -> Group:
-    """Returns the group of `core.parallel_state` that a field has, or None before initialisation."""
+    """Returns the group of `shardstack.parallel_state` that a field has, or None before initialisation."""
     kinds = getattr(_FIELDS[name], "__metadata__", None)
     return None if kinds is None else process_groups.process_group(kinds[0], check_initialized=False)
 

@@ -224,7 +224,7 @@ class MegatronTokenizer:
         if library != "null-text":
             raise ConfigError(
                 f"MegatronTokenizer was asked for library {brief(library)} and makes 'null-text' alone; read a "
-                "tokenizer.json by core.tokenizers.load_tokenizer"
+                "tokenizer.json by shardstack.tokenizers.load_tokenizer"
             )
         if type(vocab_size) is not int or vocab_size < 1:
             raise ConfigError(f"a null tokenizer was given vocab_size {brief(vocab_size)}; it takes a positive number")

@@ -64,7 +64,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: ProcessGroup | No
     """Returns this context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`. None stays None.
 
     Args:
-        cp_group: must be the context-parallel group of `core.parallel_state`.
+        cp_group: must be the context-parallel group of `shardstack.parallel_state`.
         is_hybrid_cp, hybrid_cp_group_func: Megatron-LM's; refused unless at their defaults.
         use_per_sequence_balancing: ignored: every sequence is always split by itself.
 

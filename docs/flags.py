@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin
 
 import cyclopts
 
-from core.distributed.fully_sharded_data_parallel_config import FSDP2
-from core.training.config import build, section_types
-from core.training.config.arguments import collector
+from shardstack.distributed.fully_sharded_data_parallel_config import FSDP2
+from shardstack.training.config import build, section_types
+from shardstack.training.config.arguments import collector
 
 ZERO3 = "optim_grads_params"
 
@@ -24,15 +24,15 @@ has the name of its flag with underscores, unless the flag says another one here
 
 ## pretrain_gpt.py
 
-    python -m core.training.launch --nproc-per-node 2 examples/gpt/pretrain_gpt.py --help
+    python -m shardstack.training.launch --nproc-per-node 2 examples/gpt/pretrain_gpt.py --help
 
-`python -m core.planner` takes the same flags. Defaults are those of the settings; the example has its own for a model
-that two CPU cores train in minutes, which its `--help` shows.
+`python -m shardstack.planner` takes the same flags. Defaults are those of the settings; the example has its own for a
+model that two CPU cores train in minutes, which its `--help` shows.
 """
 
 TABLES = {
-    "core.training.launch": "Starts the ranks of a program: [Runs that survive failures](runs.md).",
-    "core.verify": "Compares wrappers with one process: [Verify](verify.md).",
+    "shardstack.training.launch": "Starts the ranks of a program: [Runs that survive failures](runs.md).",
+    "shardstack.verify": "Compares wrappers with one process: [Verify](verify.md).",
 }
 """Programs whose flags are a JSON table."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import flags
 from mkdocs.structure.files import File, Files
 
-import core
+import shardstack
 
 REPOSITORY = Path(__file__).parent.parent
 OVERVIEW = "docs/README.md"
@@ -23,57 +23,63 @@ PLACES = {"README.md": "index.md", OVERVIEW: "all-pages.md"}
 """Where pages of the repository are on the site, if elsewhere than at their path, without `docs/`."""
 
 PUBLIC = {
-    "Wrappers": ("core.distributed", "core.parallel_state", "core.verify", "core.planner", "core.diagnostics"),
-    "Optimizers": (
-        "core.optimizer",
-        "core.optimizer.averaged_weights",
-        "core.optimizer.layer_norms",
-        "core.optimizer_param_scheduler",
+    "Wrappers": (
+        "shardstack.distributed",
+        "shardstack.parallel_state",
+        "shardstack.verify",
+        "shardstack.planner",
+        "shardstack.diagnostics",
     ),
-    "Checkpoints and weights": ("core.dist_checkpointing", "core.weights"),
+    "Optimizers": (
+        "shardstack.optimizer",
+        "shardstack.optimizer.averaged_weights",
+        "shardstack.optimizer.layer_norms",
+        "shardstack.optimizer_param_scheduler",
+    ),
+    "Checkpoints and weights": ("shardstack.dist_checkpointing", "shardstack.weights"),
     "Models": (
-        "core.models.gpt",
-        "core.transformer",
-        "core.transformer.moe",
-        "core.tensor_parallel",
-        "core.pipeline_parallel",
+        "shardstack.models.gpt",
+        "shardstack.transformer",
+        "shardstack.transformer.moe",
+        "shardstack.tensor_parallel",
+        "shardstack.pipeline_parallel",
     ),
     "Training": (
-        "core.run_log",
-        "core.training",
-        "core.training.config",
-        "core.training.state",
-        "core.training.train_step",
-        "core.training.loop",
-        "core.training.checkpointing",
-        "core.training.recovery",
-        "core.training.launch",
-        "core.training.launch.entry",
-        "core.training.launch.generations",
-        "core.rendezvous.default_group",
-        "core.base.device",
-        "core.base.errors",
+        "shardstack.run_log",
+        "shardstack.training",
+        "shardstack.training.config",
+        "shardstack.training.state",
+        "shardstack.training.train_step",
+        "shardstack.training.loop",
+        "shardstack.training.checkpointing",
+        "shardstack.training.recovery",
+        "shardstack.training.launch",
+        "shardstack.training.launch.entry",
+        "shardstack.training.launch.generations",
+        "shardstack.rendezvous.default_group",
+        "shardstack.base.device",
+        "shardstack.base.errors",
     ),
     "Data": (
-        "core.datasets",
-        "core.datasets.indexed_dataset",
-        "core.datasets.gpt_dataset",
-        "core.datasets.data_samplers",
+        "shardstack.datasets",
+        "shardstack.datasets.indexed_dataset",
+        "shardstack.datasets.gpt_dataset",
+        "shardstack.datasets.data_samplers",
     ),
     "Adapters": (
-        "core.adapters.accelerate",
-        "core.adapters.lightning",
-        "core.adapters.megatron_lm",
-        "core.adapters.torchtitan",
-        "core.adapters.nemo",
-        "core.adapters.oumi",
-        "core.adapters.optimus",
-        "core.adapters.ml",
+        "shardstack.adapters.accelerate",
+        "shardstack.adapters.lightning",
+        "shardstack.adapters.megatron_lm",
+        "shardstack.adapters.torchtitan",
+        "shardstack.adapters.nemo",
+        "shardstack.adapters.oumi",
+        "shardstack.adapters.optimus",
+        "shardstack.adapters.ml",
     ),
 }
 """Packages and modules whose names users import, in groups. Each has a page."""
 
-ALSO_SHOWN = {"core.distributed": ("core.distributed.data_parallel_base._BaseDataParallel",)}
+ALSO_SHOWN = {"shardstack.distributed": ("shardstack.distributed.data_parallel_base._BaseDataParallel",)}
 """What a package's page shows besides its public names: what `wrap_model` returns has Megatron-LM's name."""
 
 _LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)")
@@ -83,7 +89,7 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)")
 def on_config(config: Any) -> Any:
     """Sets what the navigation has, and the version in the title."""
     config.nav = navigation((REPOSITORY / OVERVIEW).read_text(encoding="utf-8"))
-    config.site_name += f" {core.__version__}"
+    config.site_name += f" {shardstack.__version__}"
     return config
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from core.adapters.lightning import ShardstackStrategy
+from shardstack.adapters.lightning import ShardstackStrategy
 
 VOCABULARY, WIDTH = 64, 32
 

@@ -1,6 +1,6 @@
 """Trains a small GPT for three steps under PyTorch FSDP2.
 
-    python -m core.training.launch --nproc-per-node 2 examples/minimal.py
+    python -m shardstack.training.launch --nproc-per-node 2 examples/minimal.py
 
 `wrap_model` with another config is the same training under another wrapper, with the same numbers.
 """
@@ -9,17 +9,17 @@ from contextlib import nullcontext
 
 import torch
 
-import core.base.device
-import core.rendezvous.default_group
-from core import parallel_state
-from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
-from core.models.gpt import GPTModel
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.transformer.transformer_config import TransformerConfig
+import shardstack.base.device
+import shardstack.rendezvous.default_group
+from shardstack import parallel_state
+from shardstack.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+from shardstack.models.gpt import GPTModel
+from shardstack.optimizer import OptimizerConfig, get_megatron_optimizer
+from shardstack.transformer.transformer_config import TransformerConfig
 
-core.rendezvous.default_group.init_process_group()  # one rank, or as many as a launcher started
+shardstack.rendezvous.default_group.init_process_group()  # one rank, or as many as a launcher started
 parallel_state.initialize_model_parallel()
-device = core.base.device.current_device()
+device = shardstack.base.device.current_device()
 
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
 gpt = GPTModel(config, None, vocab_size=256, max_sequence_length=32, share_embeddings_and_output_weights=True)

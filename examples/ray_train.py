@@ -14,19 +14,19 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-import core.base.device
-import core.rendezvous.default_group
-from core import dist_checkpointing as checkpoints
-from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+import shardstack.base.device
+import shardstack.rendezvous.default_group
+from shardstack import dist_checkpointing as checkpoints
+from shardstack.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+from shardstack.optimizer import OptimizerConfig, get_megatron_optimizer
 
 
 def train(settings: dict[str, Any]) -> None:
     """What each worker runs."""
-    core.rendezvous.default_group.init_process_group()  # a no-op here; under torchrun or srun it joins the group
+    shardstack.rendezvous.default_group.init_process_group()  # a no-op here; under torchrun or srun it joins the group
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.base.device.current_device())
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(shardstack.base.device.current_device())
     model = wrap_model(model, FullyShardedDataParallelConfig(), sub_modules_to_wrap=[nn.TransformerEncoderLayer])
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
     folder, first = Path(settings["folder"]), 0
@@ -34,7 +34,7 @@ def train(settings: dict[str, Any]) -> None:
         first, _ = checkpoints.load_training(folder, model, optimizer)
     for step in range(first, settings["steps"]):
         samples = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
-        batch = torch.randn(4, 8, 32, generator=samples).to(core.base.device.current_device())
+        batch = torch.randn(4, 8, 32, generator=samples).to(shardstack.base.device.current_device())
         model.zero_grad_buffer()
         (loss := (model(batch) - batch.roll(1, 1)).square().mean()).backward()
         finalize_model_grads([model])

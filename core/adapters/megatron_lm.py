@@ -224,6 +224,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # of the imported module, whose class scripts find in Megatron-LM
-    importlib.import_module("core.adapters.megatron_lm").main()
+    importlib.import_module("shardstack.adapters.megatron_lm").main()
 else:
     register()

@@ -1,6 +1,6 @@
 """torchtitan's trainer on this library's FSDP2 engine.
 
-    torchtitan_train --module core.adapters.torchtitan --config llama3_8b     # every config of torchtitan, by its name
+    torchtitan_train --module shardstack.adapters.torchtitan --config llama3_8b     # a config of torchtitan
 
 `parallelize` replaces the ``parallelize_fn`` of a torchtitan model. In a config function of your own, `with_fsdp2`
 does so in any ``Trainer.Config``.

@@ -35,7 +35,7 @@ class ShardstackError(Exception):
 
     ended_run = False
     """Whether the error came after a run's first step: flags were valid, and the run can continue from its last
-    checkpoint. `core.training.loop` sets it on the instance that ends a run. It is False on all others."""
+    checkpoint. `shardstack.training.loop` sets it on the instance that ends a run. It is False on all others."""
 
 
 class ConfigError(ShardstackError, ValueError):

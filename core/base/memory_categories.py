@@ -70,8 +70,8 @@ def known_optimizers() -> list[torch.optim.Optimizer]:
 
 
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Noted optimizers. `note_optimizer` adds one of `core.optimizer` when it is built, and any other before its step.
-Freed optimizers drop out."""
+"""Noted optimizers. `note_optimizer` adds one of `shardstack.optimizer` when it is built, and any other before its
+step. Freed optimizers drop out."""
 
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)

@@ -26,7 +26,7 @@ Of a module:
 * ``tp_group``, ``ep_group``: the ranks that share its tensor-parallel and expert-parallel parameters. Without them
   those of the wrapper.
 * ``initializers``, ``initial_dtypes``, ``init_seed``, ``restore_parameter_marks``: how its parameters are drawn, see
-  `core.base.initialization`. Without them its ``reset_parameters`` does, or a ``_init_weights`` around it.
+  `shardstack.base.initialization`. Without them its ``reset_parameters`` does, or a ``_init_weights`` around it.
 * ``post_process`` (Megatron-LM's): False for a pipeline stage without the loss.
 * ``config``: an object with fields of Megatron-LM's configs. Absent fields have their defaults. If its class has
   ``fusion_lends_memory``, ``gradient_accumulation_fusion`` asks for ``lend_gradient_memory``, and not for layers that
@@ -45,7 +45,7 @@ And by ours:
 
 * ``fused_rows``: which of its rows are matrices of their own, see `FusedRows`.
 * ``lend_gradient_memory``: a function that a wrapper sets and a layer's backward calls, see
-  `core.tensor_parallel.weight_gradients`.
+  `shardstack.tensor_parallel.weight_gradients`.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for. Under
-NCCL the host waits only where it reads a step's result; there `core.comm.lane` looks at how long collectives have
-been running on the device, and raises before torch's watchdog would end the process.
+NCCL the host waits only where it reads a step's result; there `shardstack.comm.lane` looks at how long collectives
+have been running on the device, and raises before torch's watchdog would end the process.
 
 Under gloo alone, two ranks that wait for each other in different collectives, as where one skips a unit, are noticed
-within two seconds: nothing else ends so. Nothing is added to a step: the listener of `core.comm.record` looks where
-the main thread is. A rank that waits in collectives for half a second publishes which, and compares itself with the
-next rank of the group. Where neither has begun what the other waits for, and neither has moved from one look to the
-next, it closes the group's connections. All waits in the group then raise.
+within two seconds: nothing else ends so. Nothing is added to a step: the listener of `shardstack.comm.record` looks
+where the main thread is. A rank that waits in collectives for half a second publishes which, and compares itself with
+the next rank of the group. Where neither has begun what the other waits for, and neither has moved from one look to
+the next, it closes the group's connections. All waits in the group then raise.
 
 Torch's flight recorder comes first where it has the collective that failed, as under NCCL: it has the collectives of
 other code too, and says which rank is behind. Our record adds what each was for.

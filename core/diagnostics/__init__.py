@@ -4,23 +4,23 @@
 | --- | --- | --- |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | too little memory | forward, `failures_explained` | `out_of_memory` |
-| ranks that fell out of step | a collective, forward, `failures_explained` | `core.comm.out_of_step` |
-| ranks that wait for each other | the listener's thread | `core.comm.out_of_step` |
+| ranks that fell out of step | a collective, forward, `failures_explained` | `shardstack.comm.out_of_step` |
+| ranks that wait for each other | the listener's thread | `shardstack.comm.out_of_step` |
 
-What can be refused before it fails is a guard (`core.distributed.guards`). A wrapper imports this package after a
-failure alone, and knows no more of it; what is explained is read of the wrapper and the optimizers.
+What can be refused before it fails is a guard (`shardstack.distributed.guards`). A wrapper imports this package after
+a failure alone, and knows no more of it; what is explained is read of the wrapper and the optimizers.
 
 The first three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
 `finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as
-`core.training.train_step` does::
+`shardstack.training.train_step` does::
 
     with failures_explained(model):
         model(batch).backward()
         finalize_model_grads([model])
         optimizer.step()
 
-Each error is one of `core.base.errors`, raised from the one that it explains. Ranks out of step are compared by their
-records of collectives (`core.comm.record`), which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
+Each error is one of `shardstack.base.errors`, raised from the one that it explains. Ranks out of step are compared by
+their records of collectives (`shardstack.comm.record`), which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
 """
 
 from __future__ import annotations

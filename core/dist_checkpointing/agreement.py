@@ -129,7 +129,7 @@ def pipeline_ranks(
     simulated.
 
     Args:
-        groups: those of the model; by default those of `core.parallel_state`.
+        groups: those of the model; by default those of `shardstack.parallel_state`.
     """
     group = (groups_in_effect(names=("pp",)) if groups is None else groups).pp
     is_alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"

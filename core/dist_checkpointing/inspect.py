@@ -1,7 +1,7 @@
 """Describes a checkpoint, and checks its files against the saved hashes.
 
-    python -m core.dist_checkpointing.inspect runs/a            # its latest checkpoint
-    python -m core.dist_checkpointing.inspect runs/a --expand   # every tensor with its hash: `diff` compares two
+    python -m shardstack.dist_checkpointing.inspect runs/a            # its latest checkpoint
+    python -m shardstack.dist_checkpointing.inspect runs/a --expand   # every tensor with its hash: `diff` compares two
 
 Reads checkpoints of this library, of `torch.distributed.checkpoint` (Megatron-LM's among them) and of Hugging Face.
 Every byte is read and compared with the hashes that were saved, unless `--no-verify-checkpoint` is given.
@@ -42,7 +42,9 @@ _LONGEST_LIST = 8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status."""
-    parser = argparse.ArgumentParser(prog="core.dist_checkpointing.inspect", description=str(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="shardstack.dist_checkpointing.inspect", description=str(__doc__).split("\n")[0]
+    )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a run's folder, or a model of Hugging Face's")
     parser.add_argument("--expand", action="store_true", help="list every tensor, with its hash")
     parser.add_argument(

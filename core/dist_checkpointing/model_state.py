@@ -251,8 +251,8 @@ def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
     if isinstance(value, FlatRange):  # laid out as the target's own, which it may be itself
         if not isinstance(own, FlatRange) or own.boxes != value.boxes:
             raise CheckpointError(
-                "a state dict holds flat ranges of another wrapper's; save it with core.dist_checkpointing, and load "
-                "that"
+                "a state dict holds flat ranges of another wrapper's; save it with shardstack.dist_checkpointing, and "
+                "load that"
             )
         own.elements.copy_(value.elements)
     elif _has_same_layout(value, target) or _has_same_layout(value, own):

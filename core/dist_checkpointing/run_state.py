@@ -33,7 +33,7 @@ from .saving import AsyncSaver, all_finite, save
 
 
 class TrainedOptimizer(Protocol):
-    """An optimizer that names its state by parameter, as those of `core.optimizer` do."""
+    """An optimizer that names its state by parameter, as those of `shardstack.optimizer` do."""
 
     def main_tensors(self) -> dict[nn.Parameter, Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
@@ -43,7 +43,8 @@ class TrainedOptimizer(Protocol):
 
 
 class Scheduler(Protocol):
-    """A schedule of learning rates: one of torch, or `core.optimizer_param_scheduler.OptimizerParamScheduler`."""
+    """A schedule of learning rates: one of torch, or
+    `shardstack.optimizer_param_scheduler.OptimizerParamScheduler`."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -87,7 +88,7 @@ class RunState:
             if not hasattr(optimizer, "state_scalars"):
                 raise CheckpointError(
                     f"{kind} is not an optimizer that names its state by parameter; give what "
-                    f"core.optimizer.shard_optimizer({kind}(...), model) or get_megatron_optimizer returned"
+                    f"shardstack.optimizer.shard_optimizer({kind}(...), model) or get_megatron_optimizer returned"
                 )
             if foreign := len(optimizer.main_tensors().keys() - params):
                 raise CheckpointError(
@@ -160,7 +161,7 @@ class RunState:
                 raise CheckpointError(
                     f"the checkpoint has {saved or 'none'} of the {name}'s states, and this run needs "
                     f"{needed or 'none'}; build what the run had that saved it, or load the model alone, by "
-                    "core.dist_checkpointing.load_weights"
+                    "shardstack.dist_checkpointing.load_weights"
                 )
         for one, state in zip(self.schedulers, metadata["scheduler"], strict=True):
             has, needs = state and state.get("kind"), one and _kind(one)
@@ -204,7 +205,7 @@ def save_training(
         scheduler: one of torch's or ours, for each optimizer.
         step: number of updates made.
         extra: what else the loop needs, the same on all ranks: numbers, text, lists, dicts and tensors.
-        keep: which older checkpoints of the folder stay, as in `core.dist_checkpointing.save`.
+        keep: which older checkpoints of the folder stay, as in `shardstack.dist_checkpointing.save`.
         saver: writes in the background. Call its `wait` at the end.
 
     Returns:
@@ -266,7 +267,7 @@ def load_training(
     if not isinstance(saved.get("training"), dict):
         raise CheckpointError(
             f"{found} was not written by save_training; continue it by what has, or load its weights by "
-            "core.dist_checkpointing.load"
+            "shardstack.dist_checkpointing.load"
         )
     if saved.get(FINITE) is False:
         raise CheckpointError(f"{found} holds weights that are infinite or NaN; {advice(found, ranks)}")
@@ -315,7 +316,7 @@ def load_weights(
         folder: of the run, whose latest checkpoint is loaded, or one checkpoint.
         model: plain in one process, or wrapped.
         name: of the model, where `save_training` was given several.
-        verify, report: as in `core.dist_checkpointing.load`.
+        verify, report: as in `shardstack.dist_checkpointing.load`.
 
     Raises:
         CheckpointError: on all ranks. There is none, it is of another model, or damaged; then another one is named.

@@ -58,8 +58,8 @@ def wrap_model(
             ``tensor_model_parallel_size``, ``context_parallel_size``, ``pipeline_model_parallel_size`` and
             ``expert_model_parallel_size``, which the groups have to match.
         ddp_config: the wrapper's settings.
-        process_group: the ranks, or a mesh of them. By default those of `core.parallel_state`, or where that is not
-            initialised all ranks of ``torch.distributed``.
+        process_group: the ranks, or a mesh of them. By default those of `shardstack.parallel_state`, or where that is
+            not initialised all ranks of ``torch.distributed``.
         pg_collection: the same in Megatron-LM's form.
         sub_modules_to_wrap: classes of units, or their names.
         disable_bucketing: reduce each buffer of gradients in one piece.

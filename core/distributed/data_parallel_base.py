@@ -121,10 +121,10 @@ class _BaseDataParallel(_WrappedParameters):
             hold_packed_weights(module)
         self.config, self.module, self.ddp_config = config, module, ddp_config
         self.process_group = groups.whole
-        # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built.
+        # Parameters that an optimizer of `shardstack.optimizer` updates: each adds its own when it is built.
         self.updated_parameters: set[nn.Parameter] = set()
-        # The optimizers of `core.optimizer` over this model: each adds itself when it is built. And those of them that
-        # have stepped since gradients were zeroed: `zero_grad_buffer` clears them.
+        # The optimizers of `shardstack.optimizer` over this model: each adds itself when it is built. And those of
+        # them that have stepped since gradients were zeroed: `zero_grad_buffer` clears them.
         self.optimizers: WeakSet[Any] = WeakSet()
         self.stepped_optimizers: WeakSet[Any] = WeakSet()
         # What the model has of `CountsInStep`. Each step uses it, because looking for them takes long.
@@ -166,7 +166,7 @@ class _BaseDataParallel(_WrappedParameters):
 
         Args:
             optimizer: its name, for messages.
-            is_torchs: it reads ``param.grad``, and is no optimizer of `core.optimizer`.
+            is_torchs: it reads ``param.grad``, and is no optimizer of `shardstack.optimizer`.
 
         Raises:
             ShardstackError: of a guard, whose guarantee does not hold.

@@ -37,7 +37,7 @@ class DistributedDataParallel(_BaseDataParallel):
       and freed when it is reduced, during the last micro-batch's backward (or kept for the next step, where
       ``reproducible_across_ranks`` keeps partial sums); ``main_grad`` is then None.
 
-    With the last two, parameters are views of flat buffers, an optimizer of `core.optimizer` updates this rank's
+    With the last two, parameters are views of flat buffers, an optimizer of `shardstack.optimizer` updates this rank's
     shards, and `start_param_sync` gathers the parameters. Backward moves each gradient into ``main_grad`` and frees
     ``param.grad``. A layer that adds its gradient into ``main_grad`` itself sets ``param.grad_added_to_main_grad``;
     the wrapper resets it after each use. ``main_grad`` is None between `zero_grad_buffer` and the first gradient.
@@ -56,7 +56,8 @@ class DistributedDataParallel(_BaseDataParallel):
         sub_modules_to_wrap: as in `TorchFullyShardedDataParallel`; here chooses the modules that are recomputed or
             compiled (``activation_checkpointing``, ``compile_units``).
         process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
-            `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
+            `shardstack.parallel_state` is not touched; by default it is the data-parallel group with context
+            parallelism.
         finish_in_backward: finish gradients at the end of each backward outside `no_sync`, as torch's DDP does, and
             leave them in ``param.grad``. A backward that finds gradients adds to them; one after they were set to
             None (``zero_grad``) starts from zero, as does one after a backward that raised.

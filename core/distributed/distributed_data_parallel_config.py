@@ -107,7 +107,7 @@ class DistributedDataParallelConfig:
 
     ignored: tuple[str, ...] = ()
     """Shell patterns of names. Parameters that match are left alone: not sharded, cast, broadcast, reduced or zeroed,
-    nor updated by an optimizer of `core.optimizer`. Their gradients are the caller's. Checkpoints have them."""
+    nor updated by an optimizer of `shardstack.optimizer`. Their gradients are the caller's. Checkpoints have them."""
 
     # ---- what is done to each unit, a layer of the model
 

@@ -172,7 +172,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], tp_gro
                 raise ParallelConfigError(
                     f"the gradient of {name} is a partial sum over tensor-parallel ranks (sequence_parallel), and "
                     "nothing says which ranks; give finalize_model_grads tp_group or pg_collection, or initialise "
-                    "core.parallel_state"
+                    "shardstack.parallel_state"
                 )
             gradient = chunk.engine.gradients.of(parameter)
             if gradient is not None:

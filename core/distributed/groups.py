@@ -129,7 +129,8 @@ def find_groups(
     pg_collection: ProcessGroupCollection | None = None,
     config: Any = None,
 ) -> DataParallelGroups:
-    """Returns the groups given to a wrapper, by default those of `core.parallel_state`, or else the default group.
+    """Returns the groups given to a wrapper, by default those of `shardstack.parallel_state`, or else the default
+    group.
 
     Args:
         caller: name of the function that the user called, for messages.
@@ -141,8 +142,8 @@ def find_groups(
     Raises:
         ParallelConfigError: `process_group` and `pg_collection` are both given or of the wrong type; or the number of
             instances does not match the groups, or does not divide the ranks.
-        ParallelStateError: there are no groups: ``torch.distributed`` is not initialised, or `core.parallel_state` is
-            not for a model that is split.
+        ParallelStateError: there are no groups: ``torch.distributed`` is not initialised, or
+            `shardstack.parallel_state` is not for a model that is split.
     """
     if process_group is None and pg_collection is None and process_groups.groups_or_none() is None:
         process_group = _default_ranks(caller, num_instances, config)
@@ -269,7 +270,7 @@ def _group_of_collection(
     if num_instances > 1:
         raise ParallelConfigError(
             f"{caller}: num_distributed_optimizer_instances is {num_instances} with a pg_collection; give a mesh "
-            "(replicate, shard) as process_group, or the groups of core.parallel_state"
+            "(replicate, shard) as process_group, or the groups of shardstack.parallel_state"
         )
     group = pg_collection.dp_cp or pg_collection.dp
     if group is None:
@@ -283,12 +284,14 @@ def _default_ranks(caller: str, num_instances: int, config: Any) -> Ranks:
         if (getattr(config, name, None) or 1) > 1:
             raise ParallelStateError(
                 f"{caller} found no groups, and config.{name} is {getattr(config, name)}; call "
-                "core.parallel_state.initialize_model_parallel() first, or give process_group, the ranks with replicas"
+                "shardstack.parallel_state.initialize_model_parallel() first, or give process_group, the ranks with "
+                "replicas"
             )
     if not (dist.is_available() and dist.is_initialized()):
         raise ParallelStateError(
             f"{caller} found no ranks: torch.distributed is not initialised; call "
-            "core.rendezvous.default_group.init_process_group() first, which without a launcher makes a group of one"
+            "shardstack.rendezvous.default_group.init_process_group() first, which without a launcher makes a group "
+            "of one"
         )
     world = dist.distributed_c10d._get_default_group()
     if num_instances == 1:
@@ -319,8 +322,8 @@ def _initialized_groups(num_instances: int) -> DataParallelGroups:
     num_replicas = mesh.size(0) if mesh.ndim == 2 else 1
     if num_instances != num_replicas:
         raise ParallelConfigError(
-            f"num_distributed_optimizer_instances is {num_instances}, but core.parallel_state was initialised with "
-            f"{num_replicas}; give both the same number"
+            f"num_distributed_optimizer_instances is {num_instances}, but shardstack.parallel_state was initialised "
+            f"with {num_replicas}; give both the same number"
         )
     return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh, experts)
 

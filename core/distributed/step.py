@@ -59,7 +59,7 @@ class Step:
     broken        an engine that finds a backward which did not end
     reduced       `finish_grad_sync`; FSDP2, whose last backward has reduced all
     finalized     `finalize_model_grads`
-    unscaled      an optimizer of `core.optimizer` with a loss scale
+    unscaled      an optimizer of `shardstack.optimizer` with a loss scale
     zeroed        `zero_grad_buffer`, from any phase
     ============  ============================================================
     """
@@ -136,7 +136,7 @@ _INVALID = {
 }
 _NOT_REDUCED = (
     "{of}.step() was called before the gradients of the step were reduced over ranks; call "
-    "core.distributed.finalize_model_grads([model]) after the last backward and before the step, or build "
+    "shardstack.distributed.finalize_model_grads([model]) after the last backward and before the step, or build "
     "DistributedDataParallel with finish_in_backward=True, where each backward reduces them"
 )
 _ZEROED = _NOT_REDUCED + (

@@ -3,7 +3,7 @@
 Torch calls the hooks for every optimizer of the process. Only they can find an optimizer that does not know wrappers:
 over sharded parameters, built before its model was wrapped, or writing parameters while they are gathered. One hook
 before a step and one after it, both here, serve all of these purposes. An optimizer whose parameters have no mark
-costs one look-up per parameter; one of `core.optimizer` costs nothing, because it calls its wrappers itself
+costs one look-up per parameter; one of `shardstack.optimizer` costs nothing, because it calls its wrappers itself
 (`note_own_optimizer`).
 
 An optimizer that was built before its model was wrapped, or while FSDP2 had units gathered, has parameters that never
@@ -144,8 +144,9 @@ class _Untrained(StepMark):
         if self.module is not None:
             raise OptimizerError(
                 f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
-                "wrapping replaced, so that its steps would change nothing; give it to core.optimizer.shard_optimizer("
-                "optimizer, model), or build it from the wrapped model's parameters"
+                "wrapping replaced, so that its steps would change nothing; give it to "
+                "shardstack.optimizer.shard_optimizer(optimizer, model), or build it from the wrapped model's "
+                "parameters"
             )
         raise OptimizerError(
             f"{optimizer} was built while parameter {self.name} was gathered, after a forward and before the end of "

@@ -45,8 +45,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             For an `nn.ModuleList` or `nn.ModuleDict` its items become units.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
-            `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
-            two-dimensional with several optimizer instances.
+            `shardstack.parallel_state` is not touched; by default it is the data-parallel group with context
+            parallelism, two-dimensional with several optimizer instances.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
         mp_policy: torch's own, in place of the dtypes of `ddp_config` and `config`.
         initializes: if False, ranks keep their tensors, and those on the meta device stay there, sharded: the caller
@@ -126,7 +126,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
         Args:
             state_dict: the module's own tensors. Anything else is not loaded either, which a warning says:
-                `core.dist_checkpointing.load_model_state_dict` loads whole and sharded tensors.
+                `shardstack.dist_checkpointing.load_model_state_dict` loads whole and sharded tensors.
             strict, assign: not read.
 
         Returns:
@@ -139,7 +139,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             warnings.warn(
                 "TorchFullyShardedDataParallel.load_state_dict loads nothing: it expects the module's own tensors, "
                 f"filled in place by a checkpoint loader, and was given others, such as {foreign[0]}; load whole or "
-                "sharded tensors with core.dist_checkpointing.load_model_state_dict(module, state_dict)",
+                "sharded tensors with shardstack.dist_checkpointing.load_model_state_dict(module, state_dict)",
                 stacklevel=2,
             )
         return _IncompatibleKeys([], [])

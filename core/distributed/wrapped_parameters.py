@@ -57,8 +57,8 @@ class _WrappedParameters(WrappedModel):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardstackError(
             f"{type(self).__name__} cannot be copied or pickled (copy.deepcopy, torch.save): it holds process groups. "
-            "Save its state_dict(), or whole checkpoints with core.dist_checkpointing; copy or save the model inside, "
-            "its .module"
+            "Save its state_dict(), or whole checkpoints with shardstack.dist_checkpointing; copy or save the model "
+            "inside, its .module"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

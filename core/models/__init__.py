@@ -1,4 +1,4 @@
-"""Models built from `core.transformer`."""
+"""Models built from `shardstack.transformer`."""
 
 from ..base.megatron_names import absent_names
 

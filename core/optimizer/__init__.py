@@ -1,7 +1,7 @@
 """Optimizers that do not know, or show, how the model is sharded.
 
 What a training may add to its optimizer is imported from its own module: `averaged_weights.AveragedWeights`.
-`core.dist_checkpointing` saves and loads a training whole.
+`shardstack.dist_checkpointing` saves and loads a training whole.
 """
 
 from ..base.megatron_names import absent_names

@@ -93,7 +93,8 @@ def get_megatron_optimizer(
             and exclude `no_weight_decay_cond` and `scale_lr_cond`.
         use_gloo_process_groups, dump_param_to_param_group_map: Megatron-LM's arguments; the first is not read, because
             optimizers use the wrappers' groups, and the second must be None.
-        pg_collection: groups of the model; by default the wrapper's, or without one those of `core.parallel_state`.
+        pg_collection: groups of the model; by default the wrapper's, or without one those of
+        `shardstack.parallel_state`.
         no_weight_decay_cond: whether a parameter, by name and full shape, has no weight decay; by default biases and
             vectors.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
@@ -127,7 +128,7 @@ def get_megatron_optimizer(
 
 
 def groups_of_model(model_chunks: Sequence[nn.Module]) -> ProcessGroupCollection:
-    """Returns the groups of a model: those of its wrappers, or without one of `core.parallel_state`."""
+    """Returns the groups of a model: those of its wrappers, or without one of `shardstack.parallel_state`."""
     plans = [chunk.plan for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     return plans[0].groups.model if plans else groups_in_effect()
 

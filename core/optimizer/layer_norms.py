@@ -43,9 +43,9 @@ class LayerNorms:
     Every rank of the model makes one, and switches it on for the same steps.
 
     Args:
-        optimizer: one of `core.optimizer`, or any of torch for a model that is plain, in torch's
+        optimizer: one of `shardstack.optimizer`, or any of torch for a model that is plain, in torch's
             `DistributedDataParallel`, or sharded by ``fully_shard``.
-        model: what the optimizer updates. Not needed for an optimizer of `core.optimizer`.
+        model: what the optimizer updates. Not needed for an optimizer of `shardstack.optimizer`.
         layer: maps a parameter's name to the name of its layer.
 
     Raises:

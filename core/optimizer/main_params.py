@@ -35,7 +35,7 @@ class MainParam:
     is an fp32 master copy, from which the parameter is refreshed after each step.
 
     This rank's part is the whole of a plain parameter, or the local shard of a DTensor. In the distributed optimizer
-    it is a run of elements of a whole parameter (:class:`~core.optimizer.main_ranges.MainRange`).
+    it is a run of elements of a whole parameter (:class:`~shardstack.optimizer.main_ranges.MainRange`).
     """
 
     name: str
@@ -136,7 +136,7 @@ class MainParam:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
-                "optimizer afterwards, or load in place with core.dist_checkpointing.load_model_state_dict"
+                "optimizer afterwards, or load in place with shardstack.dist_checkpointing.load_model_state_dict"
             )
 
     def take_gradient(self) -> Tensor | None:

@@ -19,7 +19,7 @@ Precision = Literal["medium", "high", "highest"]
 @takes_megatron_fields
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """Settings of :func:`~core.optimizer.get_megatron_optimizer`, with Megatron-LM's field names and defaults.
+    """Settings of :func:`~shardstack.optimizer.get_megatron_optimizer`, with Megatron-LM's field names and defaults.
 
     Raises:
         ConfigError: an unknown optimizer, a number out of its range, or settings that contradict each other.

@@ -69,7 +69,8 @@ def numbers_in(scalars: Mapping[str, Any], name: str) -> Numbers | None:
 
 
 class Average(Protocol):
-    """An average of the weights, as the optimizer knows it: `core.optimizer.averaged_weights.AveragedWeights`."""
+    """An average of the weights, as the optimizer knows it:
+    `shardstack.optimizer.averaged_weights.AveragedWeights`."""
 
     num_averaged: int
 
@@ -144,7 +145,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The update's groups, which :func:`~core.optimizer.param_groups.build_param_groups` describes."""
+        """The update's groups, which :func:`~shardstack.optimizer.param_groups.build_param_groups` describes."""
         return self.optimizer.param_groups
 
     @property
@@ -175,7 +176,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """Returns every tensor of the state under ``<kind>.<parameter name>`` for a checkpoint, creating missing ones.
 
         All ranks call it. Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, ``master`` and
-        ``average``. Each is a tensor of the whole model (`core.dist_checkpointing`'s `global_view` or
+        ``average``. Each is a tensor of the whole model (`shardstack.dist_checkpointing`'s `global_view` or
         `flat_range_view`) and shares this rank's storage: load into it, then call :meth:`load_state_scalars`. Masters
         include values that other code has written to parameters in low precision since the last step, because a
         checkpoint stores the master in place of the parameter.
@@ -205,7 +206,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             raise OptimizerError(
                 "tensors of the optimizer's state were loaded from a checkpoint, and its step counts, learning rates, "
                 "decay and loss scale were not; call load_state_scalars() with what state_scalars() returned when it "
-                "was saved, or by core.dist_checkpointing.load_training, which does both"
+                "was saved, or by shardstack.dist_checkpointing.load_training, which does both"
             )
 
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
@@ -328,13 +329,13 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         if missing := {"cut", "tensors", "scalars"} - state_dict.keys():
             message = (
                 f"the optimizer state has no {', '.join(sorted(missing))}; load what state_dict() of this version "
-                "returned, or a checkpoint, by core.dist_checkpointing.load_training"
+                "returned, or a checkpoint, by shardstack.dist_checkpointing.load_training"
             )
         elif name := next(iter(differing), None):
             message = (
                 f"the optimizer state of another rank, cut, precision or model was to be loaded: of {name} it has "
                 f"{theirs.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank what it "
-                "has saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
+                "has saved, or use shardstack.dist_checkpointing, whose checkpoints fit any cut"
             )
         for group in dict.fromkeys(group for p in self._params for group in p.shard_groups()):
             # Without it the ranks whose state fits would wait for the others in their next collective.

@@ -244,7 +244,7 @@ def saved_settings(
         if lost := [f"{k}={there[0][k]}" for k in _OF_UPDATES if there[0].get(k) and k not in group]:
             raise CheckpointError(
                 f"the optimizer was saved with {', '.join(lost)}, which the one here does not have; continue with the "
-                "optimizer of torch that was saved, by core.optimizer.shard_optimizer"
+                "optimizer of torch that was saved, by shardstack.optimizer.shard_optimizer"
             )
         settings.append(decode(there[0], dict[str, Tensor]().__getitem__))
     return settings

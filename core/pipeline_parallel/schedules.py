@@ -81,7 +81,7 @@ def forward_backward(
 
     Raises:
         ConfigError: not a model and an iterator for each stage, or no micro-batch; see also
-            :func:`core.pipeline_parallel.stages.run_stages`.
+            :func:`shardstack.pipeline_parallel.stages.run_stages`.
         OutOfStepError: a neighbour sent nothing. Names stage, micro-batch and direction.
     """
     check_positive({"num_microbatches": num_microbatches})

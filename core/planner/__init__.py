@@ -1,4 +1,5 @@
-"""Says what a run would cost, before there is an accelerator: ``python -m core.planner`` and the flags of the run.
+"""Says what a run would cost, before there is an accelerator: ``python -m shardstack.planner`` and the flags of the
+run.
 
 The model, its wrapper and its optimizer run a step as one rank of any number, on tensors without values and a network
 without messages. What they allocate, compute and send is recorded, and set against the numbers of a hardware.

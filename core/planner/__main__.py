@@ -1,4 +1,4 @@
-"""The command ``python -m core.planner --world-size 1024 --hardware h100 --num-layers ...``.
+"""The command ``python -m shardstack.planner --world-size 1024 --hardware h100 --num-layers ...``.
 
 It takes the flags of a run, or a whole command line that starts one: what is before the script is read for the number
 of ranks. The exit status is 0 if the wrapper that the flags choose fits, 1 if it does not, and 2 for what the run
@@ -131,7 +131,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Options, list[str], int]:
         [*of_launcher, *of_run, *help_flags],
         description="Says what a run would cost under every wrapper: memory, bytes on the wire and time of a step. "
         "All other flags are those of the run; a command line that starts it may follow as it is.",
-        name="python -m core.planner",
+        name="python -m shardstack.planner",
     )
     return options, flags, _world_size(launcher) if options.world_size is None else options.world_size
 

@@ -1,8 +1,8 @@
 """The fake environment of a simulated run: process groups that send nothing, lanes, neighbouring stages, and a host.
 
-Each takes a place that the library has for it (`core.base.device.Seam`), or is one of torch's modes. Collectives run
-at once, on the thread that calls them, and experts are given equally many tokens. A real step that is compared with a
-simulated one runs with the same lanes and the same model.
+Each takes a place that the library has for it (`shardstack.base.device.Seam`), or is one of torch's modes. Collectives
+run at once, on the thread that calls them, and experts are given equally many tokens. A real step that is compared
+with a simulated one runs with the same lanes and the same model.
 """
 
 from __future__ import annotations

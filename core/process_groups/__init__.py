@@ -1,4 +1,4 @@
-"""The process groups of this process as values, which `core.parallel_state` returns under Megatron-LM's names.
+"""The process groups of this process as values, which `shardstack.parallel_state` returns under Megatron-LM's names.
 
 `make_groups` divides the world, and makes and destroys the groups. The library does not import it: wrappers and
 optimizers take groups, whoever made them.
@@ -85,7 +85,8 @@ def groups(what: str) -> ParallelGroups:
     """Returns the groups. Before initialisation raises ParallelStateError, which names `what`."""
     if _groups is None:
         raise ParallelStateError(
-            f"{what} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
+            f"{what} was asked for before initialisation; call "
+            "shardstack.parallel_state.initialize_model_parallel() first"
         )
     return _groups
 

@@ -1,7 +1,7 @@
 """Divides a world of ranks: the grids, the groups of every kind along their axes, and the meshes over them.
 
-`initialize_model_parallel` makes the groups that `core.parallel_state` returns. The kinds of groups and the checks of
-sizes are plain arithmetic. Only `make_parallel_groups` calls torch.
+`initialize_model_parallel` makes the groups that `shardstack.parallel_state` returns. The kinds of groups and the
+checks of sizes are plain arithmetic. Only `make_parallel_groups` calls torch.
 
 A rank is a number in mixed radix. Each kind of parallelism is a digit; the first one has stride 1, so that its groups
 are neighbouring ranks, which share a machine. A group along some axes is the set of ranks that are equal in every
@@ -299,8 +299,8 @@ def initialize_model_parallel(
     world = dist.group.WORLD
     if world is None:
         raise ParallelStateError(
-            "torch.distributed is not initialised; call core.rendezvous.default_group.init_process_group() before "
-            "initialize_model_parallel()"
+            "torch.distributed is not initialised; call shardstack.rendezvous.default_group.init_process_group() "
+            "before initialize_model_parallel()"
         )
     if groups_or_none() is not None:
         raise ParallelStateError(

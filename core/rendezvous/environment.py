@@ -60,7 +60,7 @@ def check_environment() -> None:
     if missing:
         raise ConfigError(
             f"RANK is set and {' and '.join(missing)} not, so that ranks cannot meet; start them with "
-            "core.training.launch, torchrun or Slurm, or unset RANK"
+            "shardstack.training.launch, torchrun or Slurm, or unset RANK"
         )
     size = environment_int("WORLD_SIZE", 1, least=1, most=MOST_RANKS)
     local_size = environment_int("LOCAL_WORLD_SIZE", size, least=1, most=size)

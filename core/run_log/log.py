@@ -49,7 +49,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     * ``memory_bytes``: the largest peak of a rank: of torch's allocator on GPUs, else of the process in RAM.
     * ``skew`` and ``slowest_rank``: the longest time of a rank from the end of a step to the end of the first forward
       after it, divided by the mean, and whose it is. Until then no rank waits for the gradients of others.
-    * ``grad_norm/LAYER``, ``update_norm/LAYER``, ``weight_norm/LAYER``: see `core.optimizer.layer_norms`.
+    * ``grad_norm/LAYER``, ``update_norm/LAYER``, ``weight_norm/LAYER``: see `shardstack.optimizer.layer_norms`.
     * what `step` is given besides.
 
     Between logged steps nothing is sent and no device is waited for. At a logged step ranks exchange four numbers, and

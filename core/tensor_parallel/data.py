@@ -28,7 +28,7 @@ def broadcast_data(
         keys: keys of the tensors; the same on every rank.
         data: tensors by key; all of `datatype`, with up to five dimensions.
         datatype: dtype of all tensors.
-        tp_group: default is the tensor-parallel group of `core.parallel_state`.
+        tp_group: default is the tensor-parallel group of `shardstack.parallel_state`.
 
     Raises:
         DataError: on the first rank, before anything is sent: a tensor is missing, of another dtype, or has more

@@ -20,7 +20,7 @@ Group = dist.ProcessGroup | None
 
 
 def resolve_group(group: Group) -> Group:
-    """Returns `group`, else the tensor-parallel group of `core.parallel_state`, else None if that is not
+    """Returns `group`, else the tensor-parallel group of `shardstack.parallel_state`, else None if that is not
     initialised."""
     return group if group is not None else parallel_state.get_tensor_model_parallel_group(check_initialized=False)
 

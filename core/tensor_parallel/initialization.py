@@ -9,7 +9,7 @@ one seed that it keeps in case it was built on meta:
     self.init_seed = draw_init_seed()
     initialize_parameters(self, self.init_seed)               # or later: after to_empty(), sharded or not
 
-`core.base.initialization` fills them by name.
+`shardstack.base.initialization` fills them by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ParameterOwner(nn.Module):
 
     Args:
         tp_group: the ranks that share the parameters, for the module's lifetime; default is the tensor-parallel group
-            of `core.parallel_state`, or None if that is not initialised.
+            of `shardstack.parallel_state`, or None if that is not initialised.
     """
 
     is_one_layer = True

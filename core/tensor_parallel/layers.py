@@ -52,7 +52,7 @@ class ColumnParallelLinear(_ParallelLayer):
         gather_output: return all output features on every rank instead of its own.
         skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         skip_weight_param_allocation: own no weight; pass one to each forward.
-        tp_group: default is that of `core.parallel_state`.
+        tp_group: default is that of `shardstack.parallel_state`.
         stride, keep_master_weight_for_test, embedding_activation_buffer, grad_output_buffer, is_expert,
             disable_grad_reduce: Megatron-LM's arguments; refused unless at their defaults.
         tp_comm_buffer_name: Megatron-LM's argument; ignored.
@@ -138,7 +138,7 @@ class RowParallelLinear(_ParallelLayer):
         init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
         input_is_parallel: the input is already split, as the output of a column-parallel layer.
         skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
-        tp_group: default is that of `core.parallel_state`.
+        tp_group: default is that of `shardstack.parallel_state`.
         stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: see `ColumnParallelLinear`.
 
     Raises:
@@ -205,10 +205,10 @@ class VocabParallelEmbedding(_ParallelLayer):
     """A table split by rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]` on each rank.
 
     Args:
-        num_embeddings: rows over all ranks; see :func:`~core.tensor_parallel.pad_vocab_size`.
+        num_embeddings: rows over all ranks; see :func:`~shardstack.tensor_parallel.pad_vocab_size`.
         init_method: fills the whole table.
         reduce_scatter_embeddings: return this rank's part of the sequence, `[s / tp, b, h]`, instead of `[b, s, h]`.
-        tp_group: default is that of `core.parallel_state`.
+        tp_group: default is that of `shardstack.parallel_state`.
 
     Raises:
         ParallelConfigError: tp does not divide `num_embeddings`, or is not the group's size.

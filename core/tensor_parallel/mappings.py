@@ -13,8 +13,8 @@ Names and pairs are Megatron-LM's (Shoeybi et al., 2019; the sequence-parallel o
 backward calls the conjugate mapping, so that gradients of gradients are right too. No mapping writes into its input:
 autograd may pass the same gradient to two consumers.
 
-`group=None` means the tensor-parallel group of `core.parallel_state`. Without a group, or with one rank in it, every
-mapping returns its input.
+`group=None` means the tensor-parallel group of `shardstack.parallel_state`. Without a group, or with one rank in it,
+every mapping returns its input.
 
 `column_parallel_linear` is a mapping and the product after it, whose backward overlaps computation and communication.
 """

@@ -98,7 +98,7 @@ class RNGStatesTracker:
         if name not in self._states:
             raise ParallelStateError(
                 f"no random stream {name!r} (there are {sorted(self._states)}); call "
-                "core.tensor_parallel.model_parallel_manual_seed(seed) after initialize_model_parallel()"
+                "shardstack.tensor_parallel.model_parallel_manual_seed(seed) after initialize_model_parallel()"
             )
         outer = _get_rng_state()
         _set_rng_state(self._states[name])
@@ -133,7 +133,7 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
     Context parallelism adds a third, equal on tensor-parallel ranks and different on context-parallel ones.
 
     Args:
-        tp_rank: this rank's number in its tensor-parallel group, if `core.parallel_state` is not initialised.
+        tp_rank: this rank's number in its tensor-parallel group, if `shardstack.parallel_state` is not initialised.
     """
     if tp_rank is None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()

@@ -67,7 +67,7 @@ def initialize(config: PretrainConfig) -> None:
 
 
 def make_groups(config: PretrainConfig) -> None:
-    """Makes the groups of `core.parallel_state` in the world that exists."""
+    """Makes the groups of `shardstack.parallel_state` in the world that exists."""
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size,
         config.model.pipeline_model_parallel_size,

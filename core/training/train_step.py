@@ -56,7 +56,8 @@ class StepResult:
     """The factor that losses were multiplied by before backward."""
 
     experts: Mapping[str, float] = field(default_factory=dict)
-    """Balance of experts, by the names of `core.transformer.moe.moe_layer`. Empty for a model without experts."""
+    """Balance of experts, by the names of `shardstack.transformer.moe.moe_layer`. Empty for a model without
+    experts."""
 
 
 class RunningStep:

@@ -75,7 +75,7 @@ class SelfAttention(MegatronModule):
         layer_number: from 1; given to the core of attention.
         attn_mask_type: None or causal, which are the same.
         cp_comm_type: Megatron-LM's argument; ignored.
-        pg_collection: must be the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `shardstack.parallel_state`.
         pp_layer_offset: Megatron-LM's argument; ignored, as `layer_number` counts the layers of the whole model.
         name: a label, which nothing reads.
 

@@ -47,7 +47,7 @@ class DotProductAttention(MegatronModule):
         attention_dropout: default is the config's.
         softmax_scale: Megatron-LM's argument; only None is allowed, for 1 / sqrt(d).
         cp_comm_type: Megatron-LM's argument; ignored.
-        pg_collection: must be the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `shardstack.parallel_state`.
 
     Raises:
         ParallelConfigError: another mask, kind of attention, scale, or other groups are given.

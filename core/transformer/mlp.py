@@ -42,7 +42,7 @@ class MLP(MegatronModule):
         is_expert: Megatron-LM's argument; refused.
         input_size: width of input and output; default is the config's `hidden_size`.
         ffn_hidden_size: width inside; default is the config's.
-        tp_group: default is the tensor-parallel group of `core.parallel_state`.
+        tp_group: default is the tensor-parallel group of `shardstack.parallel_state`.
         name: a label, which nothing reads.
 
     Raises:

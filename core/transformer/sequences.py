@@ -240,7 +240,7 @@ def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:
     if length % len(numbers):
         raise DataError(
             f"a context-parallel rank holds two equal chunks of a sequence, and {length} tokens are not; take a whole "
-            f"sequence of a multiple of {2 * size} tokens and split it with core.transformer.own_chunks"
+            f"sequence of a multiple of {2 * size} tokens and split it with shardstack.transformer.own_chunks"
         )
     chunk = length // len(numbers)
     return [(slice(i * chunk, (i + 1) * chunk), number * chunk) for i, number in enumerate(numbers)]

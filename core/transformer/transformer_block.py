@@ -46,7 +46,7 @@ class TransformerBlock(MegatronModule):
         pre_process: use the hidden states given to `forward`; else those of `set_input_tensor`, as on a later pipeline
             stage.
         post_process: this is the last stage; else there is no `final_layernorm`.
-        pg_collection: must be the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `shardstack.parallel_state`.
         vp_stage: which of the rank's virtual pipeline stages; None where it has one stage.
 
     Raises:

@@ -52,7 +52,7 @@ class TransformerLayer(MegatronModule):
             output with a bias to add, as Megatron-LM's do.
         layer_number: from 1, given to the attention.
         hidden_dropout: default is the config's.
-        pg_collection: must be the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `shardstack.parallel_state`.
         is_mtp_layer: Megatron-LM's argument; refused unless at its default.
         vp_stage, add_layer_offset, pp_layer_offset: Megatron-LM's arguments for pipeline stages; ignored, as
             `layer_number` counts the layers of the whole model.

@@ -1,4 +1,4 @@
-"""Checks that the numbers of a model are equal under every wrapper: ``python -m core.verify my_module:build``.
+"""Checks that the numbers of a model are equal under every wrapper: ``python -m shardstack.verify my_module:build``.
 
 Trains a model under every wrapper in turn, in lockstep with plain replicas, which are themselves compared with one
 process that runs the micro-batches of all ranks. Names the first difference: the step, and the parameter whose

@@ -1,4 +1,4 @@
-"""The command ``python -m core.verify my_module:build --steps 10``.
+"""The command ``python -m shardstack.verify my_module:build --steps 10``.
 
 It starts its ranks, one for each GPU, or two under gloo without a GPU; under a launcher (torchrun, Slurm) it uses the
 launcher's ranks. The exit status is 0 if every wrapper is equal, 1 if one is not, 2 if there was nothing to compare.
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     set_launcher_variables()
     if "RANK" not in os.environ:
         ranks = options.nproc_per_node or (torch.cuda.device_count() if device.device_type() == "cuda" else 2)
-        return run_ranks(ranks, ["-m", "core.verify", *arguments])
+        return run_ranks(ranks, ["-m", "shardstack.verify", *arguments])
     statuses: list[int] = []
     run_command(lambda _: statuses.append(_verify(options)), [])
     return statuses[0]
@@ -66,7 +66,7 @@ def _say(text: str) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m core.verify",
+        prog="python -m shardstack.verify",
         description="Trains a model under every wrapper and says whether, and where, the numbers part.",
     )
     parser.add_argument("build", metavar="module:function", help="builds the model; see docs/verify.md")

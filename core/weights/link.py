@@ -33,7 +33,7 @@ class Link:
 
     Args:
         meeting: ``host:port``, at which the sender listens, and all prove that they have the secret of the job
-            (`core.rendezvous.job_secret`); or a store, which is used as it is.
+            (`shardstack.rendezvous.job_secret`); or a store, which is used as it is.
         limit_s: seconds to meet, and for each message and tensor.
 
     Raises:

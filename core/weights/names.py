@@ -1,7 +1,7 @@
 """Translates a model's tensors to the names and layouts of other systems, and says what each one is made of.
 
-Names and rows are those of the files that `core.models.gpt.hugging_face` writes, by the same recipes. The update of a
-LoRA adapter is added to its layer's weight on the way, or goes out alone under PEFT's names.
+Names and rows are those of the files that `shardstack.models.gpt.hugging_face` writes, by the same recipes. The update
+of a LoRA adapter is added to its layer's weight on the way, or goes out alone under PEFT's names.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class WeightSender:
     Args:
         stream: its first receiver is the rank that sends.
         address: ``host:port`` where that rank listens and receivers meet it, or a store that all of them share. Where
-            other machines reach it, all need the secret of the job: see `core.rendezvous.job_secret`.
+            other machines reach it, all need the secret of the job: see `shardstack.rendezvous.job_secret`.
         num_receivers: receivers, which all have to come.
         patches: keep what was sent, for `send_patch`: a copy of each rank's pieces in the dtype of the wire.
         limit_s: seconds that a receiver may take for an answer or a bucket, before it counts as lost.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.datasets.gpt_dataset import GPTDataset, document_range
+from shardstack.datasets.gpt_dataset import GPTDataset, document_range
 
 COUNTED_TOKENS = 20_000_000
 """Most training tokens that the baseline counts: one rank counts, and the others wait for it."""

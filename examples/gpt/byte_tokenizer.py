@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.tokenizers import END_OF_DOCUMENT, Tokenizer, tokenizers_library, utf8
+from shardstack.tokenizers import END_OF_DOCUMENT, Tokenizer, tokenizers_library, utf8
 
 
 class ByteTokenizer(Tokenizer):

@@ -17,21 +17,21 @@ import torch
 from pretrained import NO_HASHES, is_hugging_face
 from run_model import load_run_model, load_run_tokenizer
 
-from core.base.errors import CheckpointError, ConfigError
-from core.base.files import write_durably
-from core.dist_checkpointing import checkpoint_directory, model_state_dict, save
-from core.dist_checkpointing.good_checkpoints import find_checkpoint
-from core.models.gpt import GPTModel
-from core.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
-from core.models.gpt.hf_config import Layout
-from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
-from core.tensor_parallel.groups import pad_vocab_size
-from core.tokenizers import load_tokenizer
-from core.training.checkpointing import TOKENIZER_FILE, save_tokenizer
-from core.training.config import PretrainConfig
-from core.training.config.arguments import parse_call
-from core.training.config.build import NEGATED, OTHER_NAMES, build_config
-from core.training.launch.entry import run_command
+from shardstack.base.errors import CheckpointError, ConfigError
+from shardstack.base.files import write_durably
+from shardstack.dist_checkpointing import checkpoint_directory, model_state_dict, save
+from shardstack.dist_checkpointing.good_checkpoints import find_checkpoint
+from shardstack.models.gpt import GPTModel
+from shardstack.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
+from shardstack.models.gpt.hf_config import Layout
+from shardstack.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
+from shardstack.tensor_parallel.groups import pad_vocab_size
+from shardstack.tokenizers import load_tokenizer
+from shardstack.training.checkpointing import TOKENIZER_FILE, save_tokenizer
+from shardstack.training.config import PretrainConfig
+from shardstack.training.config.arguments import parse_call
+from shardstack.training.config.build import NEGATED, OTHER_NAMES, build_config
+from shardstack.training.launch.entry import run_command
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
@@ -102,7 +102,7 @@ def run_to_hugging_face(
     """Writes the latest checkpoint of a run as a model that `transformers` loads, with its tokenizer if it has one.
 
     Weights are fp32 unless `dtype` says otherwise; `verify` and `report` are those of
-    :func:`core.dist_checkpointing.load`, other arguments as `save_hugging_face` takes.
+    :func:`shardstack.dist_checkpointing.load`, other arguments as `save_hugging_face` takes.
 
     Returns:
         The checkpoint.

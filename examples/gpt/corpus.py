@@ -25,9 +25,9 @@ from corpus_writer import IndexedDatasetBuilder
 from numpy.typing import NDArray
 from text_sources import Format, Record, SplitOn, find_files, parse_record, read_records, resolve_format
 
-from core.base.errors import ConfigError, DataError, MissingExtraError
-from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
-from core.tokenizers import (
+from shardstack.base.errors import ConfigError, DataError, MissingExtraError
+from shardstack.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
+from shardstack.tokenizers import (
     END_OF_DOCUMENT,
     Tokenizer,
     load_tokenizer,

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from core.base.errors import DataError
-from core.base.files import sync_folder
-from core.datasets.indexed_dataset import HEADER, MAGIC, VERSION, DType, IndexFile, get_bin_path, get_idx_path
+from shardstack.base.errors import DataError
+from shardstack.base.files import sync_folder
+from shardstack.datasets.indexed_dataset import HEADER, MAGIC, VERSION, DType, IndexFile, get_bin_path, get_idx_path
 
 try:
     import fcntl

@@ -12,10 +12,10 @@ from pathlib import Path
 from run_model import load_run_model, load_run_tokenizer
 from sampling import SamplingConfig, generate_tokens, stream_text
 
-from core.base.errors import ConfigError
-from core.dist_checkpointing.good_checkpoints import find_checkpoint
-from core.training.config.arguments import parse_call
-from core.training.launch.entry import run_command
+from shardstack.base.errors import ConfigError
+from shardstack.dist_checkpointing.good_checkpoints import find_checkpoint
+from shardstack.training.config.arguments import parse_call
+from shardstack.training.launch.entry import run_command
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from corpus import prepare
 
-from core.base.errors import ConfigError, MissingExtraError
-from core.training.config.arguments import parse_call
-from core.training.launch.entry import run_command
+from shardstack.base.errors import ConfigError, MissingExtraError
+from shardstack.training.config.arguments import parse_call
+from shardstack.training.launch.entry import run_command
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Trains a GPT. Without --data-path it trains on the source code of this Python's standard library.
 
-Run it under `python -m core.training.launch --nproc-per-node 2`, `torchrun` or Slurm, or alone for one rank.
+Run it under `python -m shardstack.training.launch --nproc-per-node 2`, `torchrun` or Slurm, or alone for one rank.
 Flags have Megatron-LM's names; README.md shows commands.
 """
 
@@ -23,27 +23,27 @@ from run_folder import begin_or_continue, check_output_folders, run_folder_held,
 from sampling import SamplingConfig, generate_tokens, stream_text
 from text_sources import standard_library_sources
 
-from core import parallel_state
-from core.base import device
-from core.base.device import barrier, current_device
-from core.base.errors import ConfigError
-from core.base.module_protocol import unwrap_model
-from core.datasets.indexed_dataset import IndexedDataset
-from core.distributed import wrap_model
-from core.optimizer import get_megatron_optimizer
-from core.tokenizers import Tokenizer
-from core.training.checkpointing import load_checkpoint
-from core.training.config import PretrainConfig, sequence_multiple, validate
-from core.training.config.arguments import parse_arguments
-from core.training.data import RunData, load_data
-from core.training.launch.entry import environment_restart_count, run_command
-from core.training.launch.generations import generations
-from core.training.loop import Outcome, train
-from core.training.recovery import load_newest_copy
-from core.training.state import TrainingState, build_gpt, build_scheduler, initialize
-from core.transformer.lora import add_lora, freeze_parameters
-from core.transformer.module import Float16Module
-from core.transformer.moe.moe_layer import STATISTICS, MoELayer
+from shardstack import parallel_state
+from shardstack.base import device
+from shardstack.base.device import barrier, current_device
+from shardstack.base.errors import ConfigError
+from shardstack.base.module_protocol import unwrap_model
+from shardstack.datasets.indexed_dataset import IndexedDataset
+from shardstack.distributed import wrap_model
+from shardstack.optimizer import get_megatron_optimizer
+from shardstack.tokenizers import Tokenizer
+from shardstack.training.checkpointing import load_checkpoint
+from shardstack.training.config import PretrainConfig, sequence_multiple, validate
+from shardstack.training.config.arguments import parse_arguments
+from shardstack.training.data import RunData, load_data
+from shardstack.training.launch.entry import environment_restart_count, run_command
+from shardstack.training.launch.generations import generations
+from shardstack.training.loop import Outcome, train
+from shardstack.training.recovery import load_newest_copy
+from shardstack.training.state import TrainingState, build_gpt, build_scheduler, initialize
+from shardstack.transformer.lora import add_lora, freeze_parameters
+from shardstack.transformer.module import Float16Module
+from shardstack.transformer.moe.moe_layer import STATISTICS, MoELayer
 
 DEFAULTS = {
     # a model that two CPU cores train in minutes; flags change any of these

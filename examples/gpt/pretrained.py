@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from core.base.errors import CheckpointError, ConfigError
-from core.base.files import brief
-from core.base.module_protocol import unwrap_model
-from core.dist_checkpointing import load, load_metadata
-from core.dist_checkpointing.agreement import Ranks
-from core.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
-from core.dist_checkpointing.format.folders import existing_folder
-from core.dist_checkpointing.format.reader import read_index
-from core.dist_checkpointing.good_checkpoints import another_offered, find_checkpoint
-from core.models.gpt import GPTModel
-from core.models.gpt.architecture import (
+from shardstack.base.errors import CheckpointError, ConfigError
+from shardstack.base.files import brief
+from shardstack.base.module_protocol import unwrap_model
+from shardstack.dist_checkpointing import load, load_metadata
+from shardstack.dist_checkpointing.agreement import Ranks
+from shardstack.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
+from shardstack.dist_checkpointing.format.folders import existing_folder
+from shardstack.dist_checkpointing.format.reader import read_index
+from shardstack.dist_checkpointing.good_checkpoints import another_offered, find_checkpoint
+from shardstack.models.gpt import GPTModel
+from shardstack.models.gpt.architecture import (
     EXPERT_FIELDS,
     TRANSFORMER_FIELDS,
     architecture_of,
@@ -30,12 +30,12 @@ from core.models.gpt.architecture import (
     gpt_of,
     model_fields,
 )
-from core.models.gpt.expert_weights import dense_architecture, group_routers, upcycle_recipes
-from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
-from core.models.gpt.megatron_layout import find_megatron, load_megatron
-from core.training.state import TrainingState, check_is_run
-from core.transformer.lora import is_adapter
-from core.transformer.transformer_config import TransformerConfig
+from shardstack.models.gpt.expert_weights import dense_architecture, group_routers, upcycle_recipes
+from shardstack.models.gpt.hugging_face import load_hugging_face, read_hf_config
+from shardstack.models.gpt.megatron_layout import find_megatron, load_megatron
+from shardstack.training.state import TrainingState, check_is_run
+from shardstack.transformer.lora import is_adapter
+from shardstack.transformer.transformer_config import TransformerConfig
 
 NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
@@ -91,7 +91,7 @@ def load_run_weights(
     """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model.
 
     Args:
-        verify, report: as in :func:`core.dist_checkpointing.load`.
+        verify, report: as in :func:`shardstack.dist_checkpointing.load`.
         upcycle: of its dense model, whose tensors are not compared with hashes.
     """
     metadata = load_metadata(checkpoint)

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from core.base import device
-from core.base.errors import ConfigError
-from core.base.files import BoundsError, brief, read_file, write_durably
-from core.dist_checkpointing import latest_checkpoint
-from core.dist_checkpointing.agreement import Ranks
-from core.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
-from core.dist_checkpointing.good_checkpoints import find_checkpoint, is_checkpoint
-from core.training.config import PretrainConfig
-from core.training.launch.entry import environment_restart_count
-from core.training.launch.messages import RUN_STARTED
+from shardstack.base import device
+from shardstack.base.errors import ConfigError
+from shardstack.base.files import BoundsError, brief, read_file, write_durably
+from shardstack.dist_checkpointing import latest_checkpoint
+from shardstack.dist_checkpointing.agreement import Ranks
+from shardstack.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
+from shardstack.dist_checkpointing.good_checkpoints import find_checkpoint, is_checkpoint
+from shardstack.training.config import PretrainConfig
+from shardstack.training.launch.entry import environment_restart_count
+from shardstack.training.launch.messages import RUN_STARTED
 
 STARTED_FILE = ".started"
 """In a folder under ``runs``: `RUN_STARTED` of the launcher whose run made it, which finds it again by that."""

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from core.base.device import current_device
-from core.base.errors import CheckpointError, DataError
-from core.base.files import brief
-from core.dist_checkpointing import load_metadata, load_weights
-from core.dist_checkpointing.format.folders import existing_folder
-from core.dist_checkpointing.format.reader import read_index
-from core.models.gpt import GPTModel
-from core.tokenizers import Tokenizer, load_tokenizer
-from core.training.checkpointing import TOKENIZER_FILE
-from core.training.config import PretrainConfig
-from core.training.state import build_gpt, check_is_run
-from core.transformer.lora import add_lora, merge_lora
+from shardstack.base.device import current_device
+from shardstack.base.errors import CheckpointError, DataError
+from shardstack.base.files import brief
+from shardstack.dist_checkpointing import load_metadata, load_weights
+from shardstack.dist_checkpointing.format.folders import existing_folder
+from shardstack.dist_checkpointing.format.reader import read_index
+from shardstack.models.gpt import GPTModel
+from shardstack.tokenizers import Tokenizer, load_tokenizer
+from shardstack.training.checkpointing import TOKENIZER_FILE
+from shardstack.training.config import PretrainConfig
+from shardstack.training.state import build_gpt, check_is_run
+from shardstack.transformer.lora import add_lora, merge_lora
 
 
 def load_run_model(
@@ -31,7 +31,7 @@ def load_run_model(
     LoRA adapters are merged into the weights.
 
     Args:
-        verify, report: as in :func:`core.dist_checkpointing.load`.
+        verify, report: as in :func:`shardstack.dist_checkpointing.load`.
     """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)

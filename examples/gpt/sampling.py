@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import parallel_state
-from core.base import device
-from core.base.errors import DataError, check_range
-from core.tokenizers import Tokenizer
-from core.transformer.sequences import own_chunks, own_positions
+from shardstack import parallel_state
+from shardstack.base import device
+from shardstack.base.errors import DataError, check_range
+from shardstack.tokenizers import Tokenizer
+from shardstack.transformer.sequences import own_chunks, own_positions
 
 
 @dataclass(frozen=True, kw_only=True)

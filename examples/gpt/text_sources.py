@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from core.base.errors import DataError, MissingExtraError
+from shardstack.base.errors import DataError, MissingExtraError
 
 Format = Literal["auto", "text", "jsonl"]
 SplitOn = Literal["file", "line", "blank-lines"]

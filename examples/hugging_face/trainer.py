@@ -12,7 +12,7 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from core.adapters.accelerate import ShardstackPlugin, use_shardstack
+from shardstack.adapters.accelerate import ShardstackPlugin, use_shardstack
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 

@@ -1,6 +1,6 @@
 """Trains a GPT on two ranks, and after each step sends its weights to a server in a process of its own.
 
-    python -m core.training.launch --nproc-per-node 2 examples/weights/train_and_generate.py
+    python -m shardstack.training.launch --nproc-per-node 2 examples/weights/train_and_generate.py
 
 The server generates with the weights that it has received. Here the first rank starts it; in practice it runs
 elsewhere, and is given the address. If that is not of this machine alone, both need the secret of the job:
@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import core.rendezvous.default_group
-from core import parallel_state
-from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
-from core.models.gpt import GPTModel
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.transformer.transformer_config import TransformerConfig
-from core.weights import WeightReceiver, WeightSender, WeightStream
+import shardstack.rendezvous.default_group
+from shardstack import parallel_state
+from shardstack.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+from shardstack.models.gpt import GPTModel
+from shardstack.optimizer import OptimizerConfig, get_megatron_optimizer
+from shardstack.transformer.transformer_config import TransformerConfig
+from shardstack.weights import WeightReceiver, WeightSender, WeightStream
 
 STEPS, VOCABULARY, LENGTH = 3, 64, 16
 
@@ -46,7 +46,7 @@ def serve(address: str) -> None:
 
 def train(address: str) -> None:
     """Trains, and sends what a step has changed."""
-    core.rendezvous.default_group.init_process_group()
+    shardstack.rendezvous.default_group.init_process_group()
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1)
     gpt = build()

@@ -48,7 +48,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
         mix_in(target, ShardstackAccelerator)
         vars(target)["plugin"] = plugin
         return target
-    check_version("transformers", "core.adapters.accelerate")
+    check_version("transformers", "shardstack.adapters.accelerate")
     from transformers import Trainer  # accelerate alone needs no transformers
 
     from .trainer import ShardstackTrainer

@@ -2,7 +2,7 @@
 
 Tensors are ``model.<name>`` and ``optimizer.<kind>.<name>``, with fp32 masters in the place of parameters in low
 precision, as in the checkpoints of a pretraining run. Any sharding and number of ranks continues from them, and
-`core.dist_checkpointing.load_weights` reads the weights.
+`shardstack.dist_checkpointing.load_weights` reads the weights.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
     """Returns the mesh that a model is sharded over.
 
     Args:
-        device_mesh: the user's, whose axes are found by name; else that of `core.parallel_state` where it is
+        device_mesh: the user's, whose axes are found by name; else that of `shardstack.parallel_state` where it is
             initialised; else all ranks, by ``LOCAL_WORLD_SIZE`` in a hybrid.
         hybrid: two axes, ``(replicate, shard)``; otherwise one.
 

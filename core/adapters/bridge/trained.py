@@ -53,7 +53,7 @@ class GradientNorm:
     norm does not depend on the sharding.
 
     Args:
-        wrapper: the wrapper, from `core.distributed.wrap_model`.
+        wrapper: the wrapper, from `shardstack.distributed.wrap_model`.
     """
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:

@@ -29,7 +29,7 @@ class NoSync(_BackwardSyncControl):
 
 
 class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
-    """Trains modules under any wrapper of `core.distributed`, in a loop of the user's.
+    """Trains modules under any wrapper of `shardstack.distributed`, in a loop of the user's.
 
     `fabric.backward` reduces gradients, once a step where the others run in `fabric.no_backward_sync`; the optimizer's
     step zeroes them. `fabric.clip_gradients` clips by the norm of the whole model.

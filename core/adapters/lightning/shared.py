@@ -61,7 +61,8 @@ class Processes:
     ) -> None:
         if not isinstance(sharding, (str, DistributedDataParallelConfig)):
             raise ConfigError(
-                f"sharding is {sharding!r}; it takes a config of core.distributed, or one of {', '.join(STRATEGIES)}"
+                f"sharding is {sharding!r}; it takes a config of shardstack.distributed, or one of "
+                f"{', '.join(STRATEGIES)}"
             )
         self.settings = config_of(sharding) if isinstance(sharding, str) else sharding
         reject_reproducible(self.settings)
@@ -72,7 +73,7 @@ class Processes:
         if names := sorted(of_ddp | vars(self).pop("_ddp_kwargs").keys()):  # which Lightning gives to torch's DDP
             raise ConfigError(
                 f"the strategy has no argument {', '.join(names)}; settings of the wrapper are a config of "
-                "core.distributed, given as sharding"
+                "shardstack.distributed, given as sharding"
             )
 
     def setup_distributed(self) -> None:
@@ -280,11 +281,11 @@ def _checked_index(folder: Path, with_optimizer: bool) -> CheckpointIndex:
     if "lightning" not in metadata or not isinstance(metadata.get("model_tensors"), list):
         raise CheckpointError(
             f"{folder} is no checkpoint of a Lightning strategy; load its weights with "
-            "core.dist_checkpointing.load_weights"
+            "shardstack.dist_checkpointing.load_weights"
         )
     if with_optimizer and "optimizer" not in metadata:
         raise CheckpointError(
             f"{folder} holds weights alone (save_weights_only), so that no training continues from it; load its "
-            "weights with core.dist_checkpointing.load_weights, and fit without ckpt_path"
+            "weights with shardstack.dist_checkpointing.load_weights, and fit without ckpt_path"
         )
     return index

@@ -47,14 +47,14 @@ class StepsThroughStrategy(Precision):
 
 
 class ShardstackStrategy(Processes, DDPStrategy):
-    """Trains a LightningModule under any wrapper of `core.distributed`.
+    """Trains a LightningModule under any wrapper of `shardstack.distributed`.
 
     A step: micro-batches accumulate on their rank; the last one's backward reduces gradients, once; they are clipped
     by the norm of the whole model; the optimizer updates what this rank holds.
 
     Args:
         sharding: ``no_shard``, ``optim``, ``optim_grads``, ``optim_grads_params`` or ``fsdp2``; or the settings of a
-            wrapper, a config of `core.distributed`.
+            wrapper, a config of `shardstack.distributed`.
         units: classes, or their names, whose modules are gathered and freed together; by default those of the layers
             that the model repeats.
         **lightning: arguments of Lightning's `DDPStrategy` that are not torch's: ``process_group_backend``, by default

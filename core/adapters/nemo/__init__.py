@@ -158,7 +158,7 @@ def nvfsdp_strategy_parallelize(
         init_nvfsdp_with_meta_device: the model is on the meta device, and is drawn after sharding.
         grad_reduce_in_fp32: reduce gradients of parameters in less in fp32.
         preserve_fp32_weights: keep shards of parameters in bf16 or fp16 in fp32, and cast them for the computation;
-            under the other strategies `core.optimizer` keeps fp32 weights always.
+            under the other strategies `shardstack.optimizer` keeps fp32 weights always.
         overlap_grad_reduce: reduce gradients while backward runs; FSDP2 always does.
         overlap_param_gather: gather parameters ahead of their use; False where nothing is gathered (``no_shard``).
         check_for_nan_in_grad: raise on a gradient that is not finite.
@@ -240,7 +240,7 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
     names = ", ".join(sorted(str(dtype) for dtype in dtypes))
     warn_once(
         f"preserve_fp32_weights acts on models that are in bf16 or fp16 throughout, and this one is in {names}; the "
-        "optimizer of core.optimizer keeps fp32 masters of weights in low precision. No number changes"
+        "optimizer of shardstack.optimizer keeps fp32 masters of weights in low precision. No number changes"
     )
     return None
 

@@ -1,4 +1,4 @@
-"""Adds up a rank's gradients of a step in the order of `core.base.micro_batch_tree`, under every wrapper.
+"""Adds up a rank's gradients of a step in the order of `shardstack.base.micro_batch_tree`, under every wrapper.
 
 A wrapper accumulates gradients in place, as always. `GradientTree` counts the backwards of a step, and knows when a
 sum of micro-batches is complete. The owner of the gradients then moves the sum into its `PartialSums`, and the next

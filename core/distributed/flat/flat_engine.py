@@ -131,8 +131,8 @@ class FlatEngine(Engine):
         if not self.plan.is_replicated:
             raise ShardstackError(
                 f"{optimizer} was to step parameters whose gradients {self.plan.caller} shards over ranks: it "
-                "would see this rank's part alone; give it to core.optimizer.shard_optimizer(optimizer, model), or "
-                "use the sharding strategy 'no_shard'"
+                "would see this rank's part alone; give it to shardstack.optimizer.shard_optimizer(optimizer, model), "
+                "or use the sharding strategy 'no_shard'"
             )
 
 

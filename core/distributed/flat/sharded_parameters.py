@@ -211,7 +211,7 @@ class ShardedParameters(Parameters):
             raise UnitError(
                 f"a parameter of unit {unit.name} (it begins with {first}) was used outside of a forward, where each "
                 "rank holds its shard alone; enter the wrapper's whole_parameters() on every rank, or save and load "
-                "with core.dist_checkpointing"
+                "with shardstack.dist_checkpointing"
             )
         self.gather(unit)
         if current_backward() == NO_BACKWARD and not unit.num_running and unit.takes_turns:

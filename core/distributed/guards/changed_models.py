@@ -105,7 +105,7 @@ def _checker(names: list[str]) -> Callable[..., None]:
                 raise CheckpointError(
                     f"load_state_dict was given {prefix + name} as a plain tensor of shape {list(value.shape)}, and "
                     "the module holds it sharded over ranks (a DTensor); nothing was loaded from it. Load whole or "
-                    "sharded state dicts with core.dist_checkpointing.load_model_state_dict(module, state_dict)"
+                    "sharded state dicts with shardstack.dist_checkpointing.load_model_state_dict(module, state_dict)"
                 )
 
     return check

@@ -111,7 +111,7 @@ class InitialValues:
         if sharded:
             raise WrapError(
                 f"{sharded[0]} is a DTensor on the first rank and on the meta device elsewhere; start all ranks on "
-                "meta, and load the values by core.dist_checkpointing.load_model_state_dict"
+                "meta, and load the values by shardstack.dist_checkpointing.load_model_state_dict"
             )
         # Shapes and dtypes before the model is sharded, to receive whole tensors into.
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

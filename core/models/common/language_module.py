@@ -21,7 +21,7 @@ class LanguageModule(MegatronModule):
     """A module with a vocabulary split over tensor-parallel ranks.
 
     Args:
-        pg_collection: process groups; must be those of `core.parallel_state`, the default.
+        pg_collection: process groups; must be those of `shardstack.parallel_state`, the default.
 
     Attributes:
         tp_group: the ranks that share the vocabulary.

@@ -22,7 +22,7 @@ def check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> N
         if stage.count > 1 and actual != by_stage:
             raise ParallelConfigError(
                 f"{name} is {actual} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
-                "core.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"
+                "shardstack.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"
             )
 
 

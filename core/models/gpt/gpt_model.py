@@ -36,12 +36,12 @@ class GPTModel(LanguageModule):
 
     One draw from torch's default CPU generator decides every initial value, so that it suffices to call
     `torch.manual_seed` before the constructor; values are equal under any parallelism. Built on the meta device, the
-    model keeps that draw (`init_seed`) for :func:`core.transformer.materialize`.
+    model keeps that draw (`init_seed`) for :func:`shardstack.transformer.materialize`.
 
     Args:
         transformer_layer_spec: classes of the model's layers; None means `get_gpt_layer_local_spec()`.
         vocab_size: rows of the embedding, a multiple of the tensor-parallel size; see
-            :func:`core.tensor_parallel.pad_vocab_size`.
+            :func:`shardstack.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest sequence; rows of the position table for "learned_absolute".
         pre_process: whether the model embeds tokens, as the first pipeline stage; else its forward starts from
             `decoder_input`, or from what `set_input_tensor` was given.
@@ -54,7 +54,7 @@ class GPTModel(LanguageModule):
         position_embedding_type: "rope" (rotary) or "learned_absolute".
         rotary_percent, rotary_base: None means the config's fields, whose defaults are Megatron-LM's.
         rope_scaling_factor: read only with `rope_scaling`.
-        pg_collection: the groups of `core.parallel_state`.
+        pg_collection: the groups of `shardstack.parallel_state`.
         vp_stage: which of the rank's virtual pipeline stages this is; None where a rank has one stage. Build them in
             order: one draw of the seed serves all.
         fp16_lm_cross_entropy, logit_dtype, rope_scaling, scatter_embedding_sequence_parallel,
@@ -177,7 +177,7 @@ class GPTModel(LanguageModule):
         """Returns the loss of each token, `[b, s]` in fp32, or the logits if there are no labels.
 
         With context parallelism s is the length of this rank's part: split all tensors by
-        :func:`core.transformer.own_chunks` before the call.
+        :func:`shardstack.transformer.own_chunks` before the call.
 
         Args:
             input_ids: `[b, s]`; the same on every tensor-parallel rank.
@@ -193,7 +193,7 @@ class GPTModel(LanguageModule):
             document_starts: `[b, s]`, for each token the position in the whole sequence at which its document begins;
                 no token sees another document. Needs no mask. Read on the host: give a CPU tensor, or under FSDP2,
                 which moves it to the GPU, `documents` in its place.
-            documents: `document_starts` as :class:`core.transformer.sequences.PackedDocuments`.
+            documents: `document_starts` as :class:`shardstack.transformer.sequences.PackedDocuments`.
             inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's
                 arguments; only None is allowed.
 

@@ -191,7 +191,7 @@ def save_hugging_face(
     if any(map(is_adapter, ours)):
         raise CheckpointError(
             f"the model has LoRA adapters, which a {layout} has no place for; merge them first "
-            "(core.transformer.lora.merge_lora)"
+            "(shardstack.transformer.lora.merge_lora)"
         )
     stream = TensorStream(ours, foreign_tensors(recipes, ours), process_group, dtype=dtype, receivers=[0])
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}

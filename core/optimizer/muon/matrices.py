@@ -2,7 +2,7 @@
 
 A parameter's whole tensor, before any sharding, is viewed as `[rows, columns]`, with all dimensions but the last as
 rows. A matrix is some of these rows. Layers declare rows that they have fused by an attribute of the parameter,
-`fused_rows` (:class:`~core.base.module_protocol.FusedRows`).
+`fused_rows` (:class:`~shardstack.base.module_protocol.FusedRows`).
 """
 
 from __future__ import annotations

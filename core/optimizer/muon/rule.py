@@ -260,6 +260,6 @@ def _sharing_ranks(params: Iterable[MainParam], model_groups: ProcessGroupCollec
     if not fitting:
         raise ParallelConfigError(
             f"ranks {sorted(sharing)} share the model by tensor and data parallelism, and no group has all of them; "
-            "initialize core.parallel_state, and let the wrapper take its groups"
+            "initialize shardstack.parallel_state, and let the wrapper take its groups"
         )
     return min(fitting, key=dist.get_world_size)

@@ -35,7 +35,7 @@ _DEGREES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_mod
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """All settings of a pretraining run. Packages below `core.training` take only their section."""
+    """All settings of a pretraining run. Packages below `shardstack.training` take only their section."""
 
     model: TransformerConfig
     """The transformer and the parallel degrees."""

@@ -271,7 +271,7 @@ class RunConfig:
 
     log_weights_hash: int | None = None
     """Iterations between hashes of the weights in the log, the same on any number of ranks and under any wrapper, and
-    as `python -m core.dist_checkpointing.inspect` prints it of a checkpoint. None: no hashes."""
+    as `python -m shardstack.dist_checkpointing.inspect` prints it of a checkpoint. None: no hashes."""
 
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard's event files."""

@@ -1,6 +1,6 @@
 """Starts ranks, and ends a program of several ranks with one message.
 
-python -m core.training.launch --nproc-per-node 2 script.py --flags
+python -m shardstack.training.launch --nproc-per-node 2 script.py --flags
 
 __main__          starts the launcher, and waits for its ranks
 supervisor        the launcher that decides: keeps the survivors of a lost rank

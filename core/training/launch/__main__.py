@@ -1,6 +1,6 @@
 """Starts the ranks of a program on its machines, waits for them, and passes signals on to them.
 
-    python -m core.training.launch --nproc-per-node 2 script.py --flags
+    python -m shardstack.training.launch --nproc-per-node 2 script.py --flags
 
 On one machine this replaces ``torchrun``, whose environment variables it sets. It differs in its output: a mistake in
 the flags is one line, printed by a rank, and that rank's status; a crash is the traceback of the rank that crashed.
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="python -m shardstack.training.launch", description=_DESCRIPTION)
     add_flags(parser, Path(__file__).with_name("flags.json"))
     parser.add_argument("-m", action="store_true", help="the program is a module, as for python")
     parser.add_argument("script", help="the program that each rank runs")

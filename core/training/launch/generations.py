@@ -70,7 +70,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
         if (connection := launcher_socket()) is None:
             raise ConfigError(
                 f"{COPIES_FOLDER} is set and {LAUNCHER_FD} is no socket to this process's launcher; start it with "
-                "core.training.launch, or unset both"
+                "shardstack.training.launch, or unset both"
             )
         _launcher.append(_Launcher(connection))
     while not _launcher[0].is_over:

@@ -99,7 +99,8 @@ class GroupedLinear(ParameterOwner):
 
 
 class GroupedMLP(MegatronModule):
-    """The MLPs of all experts, each as `core.transformer.mlp.MLP`: rows of gate and up alternate, g0 u0 g1 u1 ..."""
+    """The MLPs of all experts, each as `shardstack.transformer.mlp.MLP`: rows of gate and up alternate, g0 u0 g1 u1
+    ..."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)

@@ -70,8 +70,8 @@ def replica_group() -> Group:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ParallelStateError(
-            "moe_router_load_balancing_type 'global_aux_loss' counts tokens on all replicas, and core.parallel_state "
-            "is not initialised; call initialize_model_parallel, or take 'aux_loss'"
+            "moe_router_load_balancing_type 'global_aux_loss' counts tokens on all replicas, and "
+            "shardstack.parallel_state is not initialised; call initialize_model_parallel, or take 'aux_loss'"
         )
     return None
 
@@ -124,7 +124,8 @@ def keep(module: nn.Module, output: Tensor, note: ForwardNote, settle: Callable[
             note.loss = None
             warn_once(
                 "losses that balance experts were computed and not trained: the model was called without labels; give "
-                "it labels, or call core.transformer.moe.add_auxiliary_losses(losses, model) on the losses of tokens"
+                "it labels, or call shardstack.transformer.moe.add_auxiliary_losses(losses, model) on the losses of "
+                "tokens"
             )
 
     _notes[module] = [weakref.ref(alive) for alive in [*notes_of(module), note]]

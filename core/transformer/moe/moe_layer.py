@@ -40,7 +40,7 @@ class MoELayer(MegatronModule):
 
     Args:
         layer_number: from 1, for the log.
-        pg_collection: must be the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `shardstack.parallel_state`.
         submodules, is_mtp_layer: Megatron-LM's; refused unless at their defaults.
         name: a label, which nothing reads.
 

@@ -225,7 +225,7 @@ class TopKRouter(ParameterOwner):
             raise ParallelConfigError(
                 "a forward with moe_router_load_balancing_type 'global_aux_loss' is recomputed by torch's checkpoint, "
                 "which does not keep the counts that it read; take recompute_granularity, activation_checkpointing or "
-                "core.tensor_parallel.checkpoint"
+                "shardstack.tensor_parallel.checkpoint"
             )
         shared, total = counts
         return shared, total * (own.sum() / total.sum().clamp(min=1))

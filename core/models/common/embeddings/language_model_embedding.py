@@ -56,7 +56,7 @@ class LanguageModelEmbedding(MegatronModule):
     Args:
         position_embedding_type: "learned_absolute" adds a table of positions; "rope" none.
         num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's arguments; refused unless at their defaults.
-        tp_group: the tensor-parallel group of `core.parallel_state`.
+        tp_group: the tensor-parallel group of `shardstack.parallel_state`.
 
     Raises:
         ConfigError: the config leaves a size at 0.
