@@ -253,6 +253,8 @@ def report_memory() -> bool:
                 exact = {"parameters"} if wrapper == "optim_grads_params" else {"parameters", "gradients"}
                 equal = all(found == planned for r in of_ranks for n, (found, planned) in r.items() if n in exact)
                 within &= equal
+                found, planned = (sum(pair[i] for r in of_ranks for pair in r.values()) for i in (0, 1))
+                record(f"{ranks} ranks, {wrapper}, ep {ep} / plan", found / planned)
                 shown = ", ".join(f"{n} {a / MIB:.2f} (plan {b / MIB:.2f})" for n, (a, b) in of_ranks[0].items())
                 print(f"  {ranks} ranks, {wrapper:18} ep {ep}: MiB {shown}{'' if equal else '  EXCEEDED'}", flush=True)
     return within

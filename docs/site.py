@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import flags
+import history
 from mkdocs.structure.files import File, Files
 
 import core
@@ -120,6 +121,8 @@ def on_files(files: Files, config: Any) -> Files:
         shown = "\n".join(f"::: {subject}\n" for subject in (name, *ALSO_SHOWN.get(name, ())))
         files.append(File.generated(config, _page_of(name), content=f"# {name}\n\n{shown}"))
     files.append(File.generated(config, "flags.md", content=flags.page()))
+    for name, measured in _measured().items():
+        files.append(File.generated(config, f"history/{name}.svg", content=history.picture(measured)))
     waiting, seen = ["README.md", OVERVIEW, *(f"docs/{file.src_uri}" for file in files.documentation_pages())], set()
     while waiting:
         path = waiting.pop()
@@ -135,7 +138,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links between files of the repository into links between their places on the site."""
+    """Turns links between files of the repository into links between their places on the site, and adds pictures."""
+    if history.MARKER in markdown:
+        pictures = "\n".join(history.section(name, measured) for name, measured in _measured().items())
+        markdown = markdown.replace(history.MARKER, pictures)
     source = {place: path for path, place in PLACES.items()}.get(page.file.src_uri)
     if source is None:
         source = page.file.src_uri if page.file.generated_by else f"docs/{page.file.src_uri}"
@@ -149,6 +155,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({posixpath.relpath(place, folder)}{link[2] or ''})"
 
     return _LINK.sub(moved, markdown)
+
+
+def _measured() -> dict[str, list[dict[str, Any]]]:
+    return history.by_benchmark(history.HISTORY.read_text(encoding="utf-8").splitlines())
 
 
 def _target(page: str, link: str) -> str:
