@@ -81,6 +81,10 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)")
 """A link to a file of the repository, and its anchor."""
 
 
+_BY_PATH = re.compile(r"\]\[([^]]+)\]")
+"""A link of the repository's README.md: its address is at the end, under its path in the repository."""
+
+
 def on_config(config: Any) -> Any:
     """Sets what the navigation has, and the version in the title."""
     config.nav = navigation((REPOSITORY / OVERVIEW).read_text(encoding="utf-8"))
@@ -132,7 +136,7 @@ def on_files(files: Files, config: Any) -> Files:
         if files.get_file_from_path(place_of(path)) is None:
             files.append(File.generated(config, place_of(path), abs_src_path=str(REPOSITORY / path)))
         if path.endswith(".md"):
-            text = (REPOSITORY / path).read_text(encoding="utf-8")
+            text = _with_paths(path, (REPOSITORY / path).read_text(encoding="utf-8"))
             waiting += [_target(path, link) for link, _ in _LINK.findall(text)]
     return files
 
@@ -154,7 +158,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         place = place_of(target)
         return f"]({posixpath.relpath(place, folder)}{link[2] or ''})"
 
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(moved, _with_paths(source, markdown))
+
+
+def _with_paths(page: str, markdown: str) -> str:
+    """Returns a page with its links as paths; those of the first page are addresses, for the package index."""
+    return _BY_PATH.sub(r"](\1)", markdown) if page == "README.md" else markdown
 
 
 def _measured() -> dict[str, list[dict[str, Any]]]:

@@ -64,6 +64,8 @@ def _ranks_end_with_the_session() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _random_streams_end_with_the_test() -> Iterator[None]:
     yield
-    random = sys.modules.get("shardstack.tensor_parallel.random")  # only a test that imported it can have tracked streams
+    random = sys.modules.get(
+        "shardstack.tensor_parallel.random"
+    )  # only a test that imported it can have tracked streams
     if random is not None:
         random.get_rng_tracker().reset()
