@@ -38,9 +38,9 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs check fix clean
 
-# A stamp per set of extras: nothing is installed again until setup.py or the constraints change. All cores compile what
-# is imported; pip would compile the rest too, on one.
-$(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
+# A stamp per set of extras: nothing is installed again until the metadata or the constraints change. All cores compile
+# what is imported; pip would compile the rest too, on one.
+$(VENV)/.installed-%: pyproject.toml setup.py $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@$(BIN)/python -m compileall -q -j 0 -x '/(ray|transformers/models|tests?)/' $(VENV)/lib > $(VENV)/compiled.log 2>&1 || true
 	@touch $@
@@ -130,4 +130,4 @@ fix: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-torch-* build dist site *.egg-info
+	rm -rf .venv .venv-torch-* build dist site alias/*.egg-info

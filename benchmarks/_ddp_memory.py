@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from _ddp_candidates import CANDIDATES, TIMED, Built, alone
 from _gpt import parameter_bytes
+from _history import record
 from _measure import high_water_bytes, live_tensor_bytes, peak_allocation_above_start, reset_high_water, run_on_ranks
 from _report import MIB
 from torch import nn
@@ -134,6 +135,7 @@ def report_memory(launches: int, all_ranks: list[int], names: list[str]) -> bool
                 of_live = memory_formula(name, size, ranks, live["alone"])
                 holds = abs(found / formula - 1) <= MEMORY_TOLERANCE
                 within &= holds
+                record(f"{name} / formula, {ranks} ranks", found / formula)
                 line += f"   formula {formula / MIB:7.1f}, {found / formula:.3f} x{'' if holds else '   OFF'}"
                 line += f"   of live tensors {of_live / MIB:7.1f}, {live[name] / of_live:.3f} x"
             print(line, flush=True)

@@ -24,6 +24,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the checkout that this file is in
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: its profiler would announce itself
 
+import _history
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -267,7 +268,8 @@ def _rank_main(fn: Callable[..., Any], args: Any, rank: int, world_size: int, st
 
 @contextmanager
 def section(title: str) -> Iterator[None]:
-    """Prints a heading, and how long what follows took."""
+    """Prints a heading, and how long what follows took; rows of the history are of it."""
+    _history.head(title)
     started = time.perf_counter()
     print(f"\n{title}\n{'-' * len(title)}", flush=True)
     yield
@@ -276,11 +278,16 @@ def section(title: str) -> Iterator[None]:
 
 def machine() -> str:
     """One line about where a result was measured."""
+    return f"{processor()}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def processor() -> str:
+    """Returns the name of the processor, and how many cores it has."""
     model = next(
         (s.split(":", 1)[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s),
         platform.processor() or "unknown processor",
     )
-    return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def versions() -> dict[str, str | None]:
@@ -308,7 +315,7 @@ def _triton() -> str | None:
 
 
 def commit() -> str | None:
-    """Returns the commit of this checkout, with `+` where files differ from it.
+    """Returns the commit of this checkout, with `+` where files differ from it, but for results.
 
     Where git does not know it, as in a copy of the files, returns the environment variable `SHARDSTACK_COMMIT`, which
     the caller sets; None without it.
@@ -317,7 +324,8 @@ def commit() -> str | None:
     head = _output_of("git", "-C", folder, "rev-parse", "HEAD")
     if head is None:
         return os.environ.get("SHARDSTACK_COMMIT") or None
-    return head + ("+" if _output_of("git", "-C", folder, "status", "--porcelain", "-uno") else "")
+    differs = ("status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)benchmarks/results")
+    return head + ("+" if _output_of("git", "-C", folder, *differs) else "")
 
 
 def _output_of(*command: str) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import statistics
 from collections.abc import Collection, Sequence
 
+from _history import Parser, record
 from _measure import PairedRatio
 
 MIB = 2**20
@@ -23,7 +24,7 @@ def arguments(
         of: what one of them is called.
         launches: processes a candidate for the memory peak.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(doc)
     if rows:
         parser.add_argument(f"{of}s", nargs="*", metavar=of.upper(), help=f"of {', '.join(map(repr, rows))}")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
@@ -50,8 +51,9 @@ def print_spread(name: str, values: Sequence[float], unit: str, more: str = "") 
 
 
 def judge(what: str, candidate: Sequence[float], baseline: Sequence[float], limit: float = float("inf")) -> bool:
-    """Prints the ratio of two candidates, and returns whether it holds the limit."""
+    """Prints the ratio of two candidates, which goes to the history, and returns whether it holds the limit."""
     ratio = PairedRatio.of(candidate, baseline)
+    record(what, ratio)
     print(f"  {what}: {ratio}{ratio.verdict(limit)}", flush=True)
     return ratio.holds(limit)
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
+from _history import Parser, record
 from _measure import CollectivePayload, machine, run_on_ranks
 from torch import Tensor
 
@@ -133,7 +134,7 @@ def run_rows(rows: list[str | None], options: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
@@ -148,6 +149,7 @@ def main() -> None:
         norm = max(abs(a - b) / abs(b) for a, b in zip(run.norms, expected.norms, strict=True))
         weight = max(float(abs(run.weights[name] - w).max()) for name, w in expected.weights.items())
         name = f"`{row}`" if row in ROWS[2:] else f"stock: {row}"
+        record(f"{row}: bytes / {ROWS[0]}", run.kib / found[0].kib)
         errors = f"{loss:.1e} | {norm:.1e} | {weight:.1e}"
         print(f"| {name} | {errors} | {run.reductions:g} | {run.kib:.0f} |")
 

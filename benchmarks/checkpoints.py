@@ -19,7 +19,6 @@ should be a disk, and not a file system in memory.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import sys
@@ -38,6 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import Parser, record
 from _measure import (
     PairedRatio,
     high_water_bytes,
@@ -195,16 +195,17 @@ def peak(what: str, millions: int, folder: str) -> int:
 MEMORY = ("save, torch", "save", "load, torch", "load", "load, every hash compared", "asynchronous save")
 
 
-def show(seconds: dict[str, list[float]], name: str, limit: float = LIMIT) -> bool:
+def show(what: str, seconds: dict[str, list[float]], name: str, limit: float = LIMIT) -> bool:
     """Prints the paired ratio of a candidate to torch's; whether the limit holds."""
     ratio = PairedRatio.of(seconds[name], seconds["torch"])
     medians = [statistics.median(seconds[which]) for which in ("torch", name)]
+    record(f"{what}, {name}", ratio)
     print(f"  {name}: {medians[1]:.2f} s, torch {medians[0]:.2f} s: {ratio}{ratio.verdict(limit)}")
     return len(ratio.ratios) < 15 or ratio.holds(limit)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--millions", type=int, default=500, help="parameters, in millions")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=("time", "async", "memory"))
@@ -219,15 +220,16 @@ def main() -> None:
                 found = run_on_ranks(timed, RANKS, options.millions, options.rounds, str(root))[0]
                 print(f"{found['bytes'] / MIB:.0f} MiB a rank; what was loaded is what was saved: {found['equal']}")
                 print("save")
-                holds &= show(found["save"], "here")
+                holds &= show("save", found["save"], "here")
                 print("load, from the page cache")
-                holds &= show(found["load"], "here") & found["equal"]
-                holds &= show(found["load"], "here, every hash compared")
+                holds &= show("load", found["load"], "here") & found["equal"]
+                holds &= show("load", found["load"], "here, every hash compared")
         if options.only in (None, "async"):
             with section("an asynchronous save"):
                 found = run_on_ranks(stalls, RANKS, options.millions, options.rounds, str(root))[0]
                 seconds, waits = found["seconds"], found["waits"]
                 ratio = PairedRatio.of(waits[1:], seconds["save"])  # the first allocated the memory of the copies
+                record("training waits over a save", ratio)
                 print(f"  training waits {statistics.median(waits[1:]):.3f} s, {waits[0]:.3f} s the first time")
                 print(f"  over the {statistics.median(seconds['save']):.2f} s of a save: {ratio}", end="")
                 print(ratio.verdict(STALL_LIMIT))

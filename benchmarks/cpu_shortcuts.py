@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gpt import MICRO_BATCHES, backward, build_model, micro_batches
+from _history import record
 from _measure import (
     PairedRatio,
     interleaved_peaks,
@@ -104,6 +105,7 @@ def saves(what: str, values: dict[str, list[float]] | dict[str, list[int]], unit
     for name, found in values.items():
         print_spread(f"{what}, {name}", found, unit)
     ratio = PairedRatio.of(values[WITH], values[WITHOUT])
+    record(what, ratio)
     low, high = ratio.interval()
     if len(ratio.ratios) < LEAST_ROUNDS:
         verdict = f"{LEAST_ROUNDS} rounds would decide"

@@ -11,7 +11,6 @@ the formula in `_ddp_memory.py`, resident ones and those of live tensors. Exits 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _ddp_candidates import CANDIDATES, COUNTED, TIMED
 from _ddp_memory import report_memory
 from _gpt import MICRO_BATCHES, parameter_bytes
+from _history import Parser, record
 from _measure import (
     CollectivePayload,
     PairedRatio,
@@ -53,6 +53,7 @@ def report_time(rounds: int, names: list[str]) -> bool:
         if baseline in seconds:
             ratio = PairedRatio.of(values, seconds[baseline])
             within &= ratio.holds(limit)
+            record(f"{name} / {baseline}", ratio)
             print(f"{name} / {baseline}: {ratio}{ratio.verdict(limit)}")
     return within
 
@@ -82,6 +83,7 @@ def report_wire(names: list[str]) -> bool:
         ideal = ideal_wire_bytes(name, ranks[0][2], RANKS)
         holds = not CANDIDATES[name].is_ours or max(found, payload) <= (1 + WIRE_TOLERANCE) * ideal
         within &= holds
+        record(f"{name} / ideal ring", found / ideal)
         print(
             f"{name:19} loopback {found / MIB:8.1f} MiB   payload of the calls {payload / MIB:8.1f}   "
             f"ideal ring {ideal / MIB:8.1f}   {found / ideal:.3f} x, {payload / ideal:.3f} x",
@@ -91,7 +93,7 @@ def report_wire(names: list[str]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
     parser.add_argument("--launches", type=int, default=5, help="interleaved launches for the memory peak")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes for the memory peak")

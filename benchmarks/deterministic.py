@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
+from _history import Parser, record
 
 from _measure import PairedRatio, interleaved_seconds, machine, run_on_ranks, section  # isort: skip
 
@@ -54,13 +54,14 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     print(machine())
     with section("Deterministic mode compared with none, one rank"):
         (seconds,) = run_on_ranks(measure, 1, options.rounds)
         ratio = PairedRatio.of(seconds["deterministically"], seconds["freely"])
+        record("time", ratio)
         print(f"{ratio}{ratio.verdict(LIMIT)}")
 
 

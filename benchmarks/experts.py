@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import record
 from _measure import PairedRatio, interleaved_seconds, machine, run_on_ranks, section, wire_bytes_per_step
 from _report import MIB, arguments, exit_status
 
@@ -139,7 +140,9 @@ def report_time(rounds: int) -> None:
         for name in ("alltoall", "allgather"):
             for baseline in ("all experts", "sum of parts"):
                 ratio = PairedRatio.of(seconds[name], seconds[baseline])
-                print(f"  {ranks} ranks: {name} compared with {baseline} {ratio}", flush=True)
+                row = f"{ranks} ranks: {name} compared with {baseline}"
+                record(row, ratio)
+                print(f"  {row} {ratio}", flush=True)
 
 
 def measure_wire(dispatcher: str) -> tuple[float, float]:
@@ -177,6 +180,7 @@ def report_wire() -> bool:
             found, expected = run_on_ranks(measure_wire, ranks, dispatcher)[0]
             off = found / expected - 1
             within &= abs(off) <= WIRE_LIMIT
+            record(f"{ranks} ranks {dispatcher} / formula", found / expected)
             print(
                 f"  {ranks} ranks {dispatcher:9} MiB {found / MIB:6.3f}   formula {expected / MIB:6.3f} = "
                 f"{formulas[dispatcher]}   {100 * off:+.1f} %{'' if abs(off) <= WIRE_LIMIT else '  EXCEEDED'}",
@@ -206,6 +210,7 @@ def report_product(rounds: int) -> None:
         for experts in (8, 64):
             seconds = run_on_ranks(measure_product, 1, experts, 1024, dtype, rounds)[0]
             ratio = PairedRatio.of(seconds["grouped"], seconds["loop"])
+            record(f"{experts} experts, {dtype}", ratio)
             shown = ", ".join(f"{name} {1e3 * statistics.median(values):.1f}" for name, values in seconds.items())
             print(f"  {experts:2} experts, 1024 rows, {dtype}: {ratio}   ms {shown}", flush=True)
 
@@ -248,6 +253,8 @@ def report_memory() -> bool:
                 exact = {"parameters"} if wrapper == "optim_grads_params" else {"parameters", "gradients"}
                 equal = all(found == planned for r in of_ranks for n, (found, planned) in r.items() if n in exact)
                 within &= equal
+                found, planned = (sum(pair[i] for r in of_ranks for pair in r.values()) for i in (0, 1))
+                record(f"{ranks} ranks, {wrapper}, ep {ep} / plan", found / planned)
                 shown = ", ".join(f"{n} {a / MIB:.2f} (plan {b / MIB:.2f})" for n, (a, b) in of_ranks[0].items())
                 print(f"  {ranks} ranks, {wrapper:18} ep {ep}: MiB {shown}{'' if equal else '  EXCEEDED'}", flush=True)
     return within

@@ -203,7 +203,7 @@ def report_memory(row: Row, launches: int) -> bool:
     peaks = interleaved_peaks(measure_peak, row.ranks, OF_MEMORY, launches, row)
     for name, values in peaks.items():
         print_spread(name, values, "MiB")
-    return judge(f"{OURS} compared with fully_shard", peaks[OURS], peaks["fully_shard"], MEMORY_LIMIT)
+    return judge(f"peak memory, {OURS} compared with fully_shard", peaks[OURS], peaks["fully_shard"], MEMORY_LIMIT)
 
 
 def report_wire(row: Row) -> bool:

@@ -41,6 +41,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # core, where it is n
 
 import _clock  # before torch, to count the seconds of its import
 import torch
+from _history import Parser, record
 from _llama import PRESETS, Preset, matrix_parameters
 from _llama_training import WRAPPERS, Training
 from _measure import PairedRatio, interleaved_seconds
@@ -91,7 +92,7 @@ def compare(candidate: Row, baseline: Row, preset: Preset, rounds: int, device_t
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, help="default: 1b on a GPU, small on a CPU")
     parser.add_argument("--samples", type=_positive, help="sequences of a micro-batch instead of the preset's")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="micro-batches of a step")
@@ -214,6 +215,7 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
             reason, is_failure = _line_of(error), True
         else:
             report.rows.append(result)
+            record(f"{report.preset['name']}, {row} / matrix products", result.percent_of_matmul / 100)
             report.save(path)
             print(f"{_clock.stamp()} {row}: {result}")
             is_alone = len(asked.rows) == 1

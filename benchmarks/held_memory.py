@@ -10,7 +10,6 @@ out: ZeRO-3 on our buffers keeps it over steps, torch's FSDP2 takes and frees it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gpt import backward, build_model, micro_batches
+from _history import Parser, record
 from _measure import run_on_ranks
 
 from core.diagnostics.out_of_memory import memory_by_category
@@ -81,12 +81,14 @@ def draw(table: dict[str, dict[str, int]], ranks: int, picture: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     table = {name: run_on_ranks(held, options.ranks, name)[0] for name in SETTINGS}
+    replicas = sum(table["DDP"].values())
     for name, sizes in table.items():
+        record(f"{options.ranks} ranks, {name} / DDP", sum(sizes.values()) / replicas)
         parts = ", ".join(f"{kind} {size / MIB:.0f}" for kind, size in sizes.items())
         print(f"{name:>7}: {sum(sizes.values()) / MIB:.0f} MiB ({parts})")
     if options.picture is not None:

@@ -10,7 +10,6 @@ torch's `fake` one, which sends nothing. `core` is that of the working directory
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import Parser, record
 from _report import check_names
 
 sys.path.insert(0, str(Path.cwd()))  # `_measure` has put this checkout there
@@ -142,7 +142,7 @@ def count_step(row: str, num_layers: int) -> tuple[Counter[str], Counter[str], C
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(map(repr, ROWS))}; all without names")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--largest", type=int, default=0, help="functions and operations to list for each row")
@@ -162,6 +162,7 @@ def main() -> int:
             Counter({key: (more[key] - less[key]) / (MANY - FEW) for key in more})
             for more, less in zip(many, few, strict=True)
         ]
+        record(f"{row}: Python calls a dispatch", shares[0].total() / shares[2].total())
         print(f"{row:24}" + "".join(f"{sum(s.values()):>{w}.0f}" for s, w in zip(shares, (14, 10, 12), strict=True)))
         for share in shares[::2] if options.largest else ():
             for key, count in share.most_common(options.largest):

@@ -11,7 +11,6 @@ of ranks, and their norm in double.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import warnings
@@ -22,6 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from _history import Parser, record
 from _measure import CollectivePayload, machine, run_on_ranks  # first: it puts this checkout on the path
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -175,7 +175,7 @@ def _whole(module: nn.Module) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--steps", type=int, default=4)
     steps = parser.parse_args().steps
     names = ["Lightning DDP", "Lightning ModelParallel (FSDP2)", *(f"shardstack {name}" for name in STRATEGIES)]
@@ -198,6 +198,8 @@ def main() -> None:
         of_weights = max(float(abs(found[n] - weights[n].numpy()).max()) for n in weights) / moved
         reduced = sum(count for kind, count in sent.items() if "reduce" in kind) / size
         gathered = sum(count for kind, count in sent.items() if "gather" in kind) / size
+        if sent:
+            record(f"{name}: bytes sent / parameters", reduced + gathered)
         print(f"| {name} | {reduced:.2f} | {gathered:.2f} | {of_norm:.1e} | {of_weights:.1e} |", flush=True)
 
 

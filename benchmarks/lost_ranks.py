@@ -29,6 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples" / "gpt")
 
 import torch.distributed as dist
 from _gpt import MICRO_BATCHES, backward, build_model, micro_batches
+from _history import record
 from _measure import PairedRatio, interleaved_seconds, machine, run_on_ranks, section
 from _report import MIB, arguments, check_names, exit_status
 
@@ -148,6 +149,7 @@ def report_time(name: str, machines: int, rounds: int) -> bool:
     finally:
         shutil.rmtree(root)
     ratio = PairedRatio.of(seconds["with"], seconds["without"])
+    record(f"{name}, {machines} machines", ratio)
     medians = ", ".join(f"{statistics.median(values) / STEPS:.2f} s {text}" for text, values in seconds.items())
     print(f"  {name:8} {machines} machine(s): {medians}: {ratio}{ratio.verdict(LIMIT)}", flush=True)
     return ratio.holds(LIMIT)
@@ -162,6 +164,7 @@ def report_bytes(name: str, machines: int) -> bool:
     expected, sent = formula_bytes(name, machines, of_ranks[0][3])
     version, sent_bytes = (max(of_rank[i] for of_rank in of_ranks) for i in (0, 1))
     memory = of_ranks[0][2]
+    record(f"{name}, {machines} machines: memory / formula", memory / (2 * RANKS * expected))
     print(
         f"  {name:8} {machines} machine(s): a version {version / MIB:.1f} MiB a rank, formula {expected / MIB:.1f}; "
         f"sent {sent_bytes / MIB:.1f}, formula {sent / MIB:.1f}; memory of all {memory / MIB:.1f}, formula "
@@ -222,15 +225,16 @@ def report_losses(losses: int) -> None:
         text = Path(scratch, "text.txt")
         text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(4000)))
         prepare([text], Path(scratch, "numbers"), tokenizer="byte", split_on="line")
+        medians = {}
         for policy in ("replace", "replace by a spare", "shrink", "restart"):
             count = min(losses, {"shrink": RANKS - 1, "replace by a spare": MOST_SPARES}.get(policy, losses))
             found = seconds_after_losses(
                 policy, Path(scratch, "numbers"), Path(scratch, policy.replace(" ", "-")), count
             )
-            print(
-                f"  {policy:18} {count} kills: median {statistics.median(found):.2f} s, worst {max(found):.2f} s",
-                flush=True,
-            )
+            medians[policy] = statistics.median(found)
+            print(f"  {policy:18} {count} kills: median {medians[policy]:.2f} s, worst {max(found):.2f} s", flush=True)
+        for policy in ("replace", "replace by a spare", "shrink"):
+            record(f"{policy} / restart", medians[policy] / medians["restart"])
 
 
 def main() -> int:

@@ -14,7 +14,6 @@ shard and two of the largest unit. Memory that this needs: about 2 x 4 bytes a p
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import Parser, record
 from _measure import high_water_bytes, machine, reset_high_water, run_on_ranks, section
 
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
@@ -89,7 +89,7 @@ def construct(start: str, millions: int) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--millions", type=int, default=1000, help="parameters of the model, in millions")
     parser.add_argument("--only", choices=("gpt", "torch", "first-rank"))
     options = parser.parse_args()
@@ -102,6 +102,7 @@ def main() -> None:
                 ranks[1:] if start == "first-rank" else ranks, key=lambda found: found[3]
             )
             limit = shard + 2 * unit
+            record("peak / shard and two units", peak / limit)
             print(
                 f"{elements / 1e6:.0f} M parameters; shard {shard / MIB:.0f} MiB + 2 x unit of {unit / MIB:.0f} MiB "
                 f"= {limit / MIB:.0f} MiB; peak {peak / MIB:.0f} MiB"

@@ -8,7 +8,6 @@ little: both models get as many iterations as fit into --minutes, by the seconds
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -16,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from _history import Parser, record
 from _measure import machine, section
 
 from core.run_log import read_log
@@ -57,7 +57,7 @@ def seconds_of_iteration(model: str, calibration: int, scratch: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="training time of each model, on one core")
     parser.add_argument("--calibration", type=int, default=20, help="iterations of the shorter of two calibrations")
     parser.add_argument("--seed", type=int, default=1234)
@@ -78,6 +78,7 @@ def main() -> None:
         train("dense", iterations, same, *ends)
         loss = read_log(same / "log.jsonl")[-1]["validation_loss"]
         print(f"dense, as many iterations as experts: loss {loss:.4f}")
+    record(f"{options.minutes:g} minutes: loss of experts / dense", losses["experts"] / losses["dense"])
     verdict = "beats" if losses["experts"] < losses["dense"] else "does not beat"
     print(f"the model with experts {verdict} the dense model after the same time")
 

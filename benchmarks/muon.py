@@ -28,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import record
 from _measure import PairedRatio, interleaved_seconds, machine, run_on_ranks, section, wire_bytes_per_step
 from _report import MIB, arguments, exit_status
 
@@ -100,6 +101,7 @@ def report_time(rounds: int) -> bool:
             seconds = run_on_ranks(measure_time, ranks, wrapper, rounds)[0]
             ratio, limit = PairedRatio.of(seconds["shared"], seconds["alone"]), 1 / ranks + TIME_SLACK
             within &= ratio.holds(limit)
+            record(f"{ranks} ranks {wrapper}", ratio)
             milliseconds = {name: f"{1e3 * statistics.median(values):.0f}" for name, values in seconds.items()}
             print(f"  {ranks} ranks {wrapper:6} {ratio}{ratio.verdict(limit)}   ms {milliseconds}", flush=True)
     return within
@@ -115,6 +117,7 @@ def report_wire() -> bool:
             expected = WIRE_BYTES * elements * passes
             off = found / expected - 1
             within &= abs(off) <= WIRE_LIMIT
+            record(f"{ranks} ranks {wrapper} / formula", found / expected)
             print(
                 f"  {ranks} ranks {wrapper:6} MiB {found / MIB:6.2f}   formula {expected / MIB:6.2f} = 2 bytes x "
                 f"elements x {formula}   {100 * off:+.1f} %{'' if abs(off) <= WIRE_LIMIT else '  EXCEEDED'}",
@@ -127,6 +130,7 @@ def report_memory() -> None:
     for ranks in RANKS:
         for wrapper in WRAPPERS:
             held = {h: max(run_on_ranks(measure_memory, ranks, wrapper, h)) for h in ("shards", "owners")}
+            record(f"{ranks} ranks {wrapper}: owners / shards", held["owners"] / held["shards"])
             shown = "   ".join(f"{holder} {nbytes / MIB:5.2f}" for holder, nbytes in held.items())
             print(f"  {ranks} ranks {wrapper:6} MiB of momentum at {shown}", flush=True)
 

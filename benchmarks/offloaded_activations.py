@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import _gpt
 import torch
+from _history import Parser, record
 from _measure import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -117,7 +118,7 @@ def _peaks(strategy: str, fields: dict[str, Any], sequence: int) -> dict[str, in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
@@ -129,6 +130,7 @@ def main() -> None:
         whole = found[PLAIN][PLAIN]
         for setting, peaks in found.items():
             device, host = peaks[PLAIN], peaks[ON_HOST]
+            record(f"{name}, activations {setting} / on the device", device / whole)
             of_device = f"{device / MIB:7.1f} MiB on the device ({device / whole:.2f} x)"
             print(f"{name:>7}, activations {setting:<31} {of_device}, {host / MIB:6.1f} MiB on the host", flush=True)
         saved, copied = whole - found[ON_HOST][PLAIN], found[ON_HOST][ON_HOST]

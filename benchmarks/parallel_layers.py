@@ -14,7 +14,6 @@ Ranks are gloo processes with one thread each. Exits with 1 when a limit is exce
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import Parser, record
 from _measure import (
     PairedRatio,
     interleaved_seconds,
@@ -208,6 +208,7 @@ def report_wire(width: int, sequence: int) -> bool:
         expected = cut.expected_bytes(sequence, width)
         off = found / expected - 1
         within &= abs(off) <= WIRE_LIMIT
+        record(f"{cut} / formula", found / expected)
         print(
             f"  {cut!s:30} MiB {found / MIB:8.2f}   formula {expected / MIB:8.2f} = 4 bytes x {cut.formula()}   "
             f"{100 * off:+.1f} %{'' if abs(off) <= WIRE_LIMIT else '  EXCEEDED'}",
@@ -225,6 +226,7 @@ def report_memory(width: int, sequence: int) -> bool:
         whole = whole or held
         off = held * cp / whole - 1
         within &= off <= MEMORY_LIMIT
+        record(f"cp {cp}: bytes held x cp / whole", held * cp / whole)
         print(
             f"  cp {cp}  MiB held {held / MIB:8.1f}   x cp / first {held * cp / whole:.3f}   peak {peak / MIB:8.1f}"
             f"{'' if off <= MEMORY_LIMIT else '  EXCEEDED'}",
@@ -238,12 +240,13 @@ def report_time(width: int, sequence: int, rounds: int, limit: float) -> bool:
     for name, values in seconds.items():
         print(f"  {name:10} s   median {statistics.median(values):7.2f}   {min(values):.2f} to {max(values):.2f}")
     ratio = PairedRatio.of(seconds["two ranks"], seconds["one rank"])
+    record("time", ratio)
     print(f"  ratio {ratio}{ratio.verdict(limit)}", flush=True)
     return ratio.holds(limit)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", choices=("wire", "memory", "time"), help="measure one of the three")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence, in place of each measurement's own")

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _history import record
 from _measure import machine, run_on_ranks, section, wire_bytes_per_step
 from _report import MIB, arguments, exit_status
 
@@ -122,6 +123,7 @@ def report_bubble(rounds: int) -> None:
                 # the time of a rank's micro-batch. It takes 2P - 1 micro-batches.
                 stages = 6 if schedule == "ZBVZeroBubble" else virtual or 1
                 formula = (ranks - 1) / (micro_batches * stages)
+                record(f"{ranks} ranks, {micro_batches} micro-batches, {schedule} / formula", found / formula)
                 is_known = schedule != "ZBVZeroBubble" or micro_batches >= 2 * ranks - 1
                 shown = f"   formula {100 * formula:5.1f} %" if is_known else "   (too few micro-batches)"
                 print(
@@ -204,6 +206,7 @@ def report_wire() -> bool:
             expected = 2 * boundaries * micro_batches * LENGTH * BATCH * WIDTH * FP32
             off = found / expected - 1
             within &= abs(off) <= WIRE_LIMIT
+            record(f"{ranks} ranks, {virtual or 1} stages each / formula", found / expected)
             print(
                 f"  {ranks} ranks, {virtual or 1} stages each: MiB {found / MIB:.3f}   formula {expected / MIB:.3f} = "
                 "2 x boundaries x micro-batches x s x b x h x 4   "
@@ -234,6 +237,8 @@ def report_memory() -> bool:
         exact = {"parameters"} if wrapper == "optim_grads_params" else {"parameters", "gradients"}
         equal = all(found == planned for r in of_ranks for n, (found, planned) in r.items() if n in exact)
         within &= equal
+        found, planned = (sum(pair[i] for r in of_ranks for pair in r.values()) for i in (0, 1))
+        record(f"{wrapper} / plan", found / planned)
         for rank, name in ((0, "first stage"), (3, "last stage")):
             shown = ", ".join(f"{n} {a / MIB:.3f} (plan {b / MIB:.3f})" for n, (a, b) in of_ranks[rank].items())
             print(f"  {wrapper:18} {name}: MiB {shown}{'' if equal else '  EXCEEDED'}", flush=True)
@@ -278,6 +283,9 @@ def report_reductions() -> bool:
             few, many = (run_on_ranks(measure_reductions, 4, wrapper, virtual, number)[0] for number in (2, 8))
             reductions = [sum(n for kind, n in counts.items() if "reduce" in kind) for counts in (few[0], many[0])]
             within &= reductions[0] == reductions[1]
+            record(
+                f"{wrapper}, {virtual or 1} stages a rank: of 8 micro-batches / of 2", reductions[1] / reductions[0]
+            )
             gathers = [counts["all-gather"] for counts in (few[0], many[0])]
             print(
                 f"  {wrapper:18} {virtual or 1} stages a rank, {few[1]} units: reductions {reductions[0]} of 2 "

@@ -15,7 +15,6 @@ throughput of Llama 3 8B on 8 to 16,384 H100s, under each wrapper but the replic
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -23,7 +22,8 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-from _measure import machine, run_on_ranks, section
+from _history import Parser, record
+from _measure import PairedRatio, machine, run_on_ranks, section
 from _planned_step import real_steps
 
 from core.planner.estimates import Estimate, estimate, wrapper_configs
@@ -85,7 +85,7 @@ CONFIGURATIONS: list[tuple[int, str, str]] = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="only these configurations, from 1")
     parser.add_argument(
         "--growth", type=Path, metavar="FILE.svg", help="draw throughput over numbers of ranks instead"
@@ -132,6 +132,7 @@ def compare(numbers: Sequence[int]) -> int:
                 f"| {number} | {ranks} | {wrapper}{of_stage} | `{flags}` | {predicted / 2**20:.2f} "
                 f"| {measured / 2**20:.2f} | {ratios[-1]:.4f} | {bytes_sent} |"
             )
+    record("predicted / measured", PairedRatio(tuple(ratios)))
     below = sum(ratio < 1 for ratio in ratios)
     print(
         f"\npredicted / measured: minimum {min(ratios):.4f}, median {statistics.median(ratios):.4f}, maximum "

@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gpt import MICRO_BATCHES, backward, build_model, micro_batches
+from _history import record
 from _measure import PairedRatio, interleaved_seconds, live_tensor_bytes, machine, run_on_ranks, section
 from _report import MIB, arguments, check_names, exit_status
 
@@ -112,6 +113,7 @@ def measure_gradients(name: str, reproducible: bool) -> tuple[int, int]:
 def report_time(name: str, ranks: int, rounds: int) -> bool:
     seconds = run_on_ranks(measure_time, ranks, name, rounds)[0]
     ratio = PairedRatio.of(seconds["with it"], seconds["without"])
+    record(name, ratio)
     medians = ", ".join(f"{statistics.median(values):.2f} s {text}" for text, values in seconds.items())
     print(f"  {name:26} {medians}: {ratio}{ratio.verdict(LIMIT)}", flush=True)
     return ratio.holds(LIMIT)
@@ -120,6 +122,8 @@ def report_time(name: str, ranks: int, rounds: int) -> bool:
 def report_gradients(name: str, ranks: int) -> None:
     (without, _), (with_it, formula) = (run_on_ranks(measure_gradients, ranks, name, on)[0] for on in (False, True))
     added = with_it - without
+    if formula:
+        record(f"{name}: added / formula", added / formula)
     print(
         f"  {name:26} MiB {without / MIB:7.1f} without, {with_it / MIB:7.1f} with it: adds {added / MIB:7.1f}, "
         f"formula {formula / MIB:7.1f}, ratio {added / max(formula, 1):.3f}",

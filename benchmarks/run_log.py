@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import tempfile
 from contextlib import redirect_stderr
+
+from _history import Parser, record
 
 from _measure import PairedRatio, interleaved_seconds, machine, run_on_ranks, section  # isort: skip
 
@@ -53,7 +54,7 @@ def measure(rounds: int, layer_norms: bool) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     print(machine())
@@ -61,6 +62,7 @@ def main() -> None:
         with section(f"A log of every tenth step, {ranks} ranks{', with the norms of layers' if layer_norms else ''}"):
             seconds = run_on_ranks(measure, ranks, options.rounds, layer_norms)[0]
             ratio = PairedRatio.of(seconds["with"], seconds["without"])
+            record("time", ratio)
             print(f"{ratio}{'' if layer_norms else ratio.verdict(LIMIT)}")
 
 

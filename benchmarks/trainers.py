@@ -11,7 +11,6 @@ the row has its error.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import tempfile
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from _history import Parser, record
 from _report import check_names
 from torch.distributed.fsdp import FSDPModule
 
@@ -127,7 +127,7 @@ TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; by default all")
     asked = parser.parse_args().tables
     check_names(parser, asked, TABLES)
@@ -144,6 +144,8 @@ def main() -> None:
                 print(f"| {label} | {last} | | | | |")
                 continue
             reduces, gathers, *errors = (max(values) for values in zip(*rows, strict=True))
+            if reduces:
+                record(f"{name}, {label}: all-gathers / reduce-scatters", gathers / reduces)
             print(f"| {label} | {reduces:g} | {gathers:g} | {' | '.join(f'{e:.1e}' for e in errors)} |", flush=True)
 
 

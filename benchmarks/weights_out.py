@@ -12,7 +12,6 @@ peak of what torch's allocator has handed out on rank 0 in a first pass. Exits w
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
+from _history import Parser, record
 from _measure import PairedRatio
 from _report import exit_status
 
@@ -176,7 +176,7 @@ def _round(name: str, rounds: int, sent: int, total: int, store: Path) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     rounds, within = parser.parse_args().rounds, True
     for name in CONFIGS:
@@ -186,11 +186,15 @@ def main() -> int:
         if result["sent"]:
             ratio = PairedRatio.of(seconds["stream"], seconds["by hand"])
             within &= ratio.holds(TIME_LIMIT)
+            record(f"{name}: time / by hand", ratio)
             print(f"  time / by hand                {ratio}{ratio.verdict(TIME_LIMIT)}")
             alone = PairedRatio.of(seconds["stream"], seconds["bytes"])
             within &= alone.holds(TIME_LIMIT)
+            record(f"{name}: time / bytes alone", alone)
             print(f"  time / bytes alone            {alone}{alone.verdict(TIME_LIMIT)}")
-        print(f"  time / gathering everything   {PairedRatio.of(seconds['stream'], seconds['gather all'])}")
+        ratio = PairedRatio.of(seconds["stream"], seconds["gather all"])
+        record(f"{name}: time / gathering everything", ratio)
+        print(f"  time / gathering everything   {ratio}")
         shown = ", ".join(f"{key} {statistics.median(times):.3f}" for key, times in seconds.items())
         print(f"  seconds                       {shown}")
         print(
@@ -199,7 +203,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             sizes = result["sent"], result["total"]
             of_round = run_distributed(_round, 3, name, rounds, *sizes, Path(folder) / "store")[0]
-        print(f"  a round / its bytes           {PairedRatio.of(of_round['round'], of_round['bytes'])}")
+        ratio = PairedRatio.of(of_round["round"], of_round["bytes"])
+        record(f"{name}: a round / its bytes", ratio)
+        print(f"  a round / its bytes           {ratio}")
     return exit_status(within)
 
 

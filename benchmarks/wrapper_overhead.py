@@ -222,7 +222,7 @@ def report_time(row: Row, rounds: int) -> bool:
     seconds = run_on_ranks(measure_time, row.ranks, row, rounds)[0]
     for name, values in seconds.items():
         print_spread(name, values, "s")
-    return judge("ratio", seconds["this wrapper"], seconds["baseline"], row.time_limit)
+    return judge("time", seconds["this wrapper"], seconds["baseline"], row.time_limit)
 
 
 def report_memory(row: Row, launches: int) -> bool:
@@ -230,7 +230,7 @@ def report_memory(row: Row, launches: int) -> bool:
     for name, values in peaks.items():
         live = max(run_on_ranks(measure_live, row.ranks, row, name))
         print_spread(name, values, "MiB", f"   live tensors {live / MIB:.1f}")
-    return judge("ratio", peaks["this wrapper"], peaks["baseline"], row.memory_limit)
+    return judge("peak memory", peaks["this wrapper"], peaks["baseline"], row.memory_limit)
 
 
 def report_wire(row: Row) -> bool:

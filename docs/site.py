@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import flags
+import history
 from mkdocs.structure.files import File, Files
 
 import shardstack
@@ -86,6 +87,10 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)")
 """A link to a file of the repository, and its anchor."""
 
 
+_BY_PATH = re.compile(r"\]\[([^]]+)\]")
+"""A link of the repository's README.md: its address is at the end, under its path in the repository."""
+
+
 def on_config(config: Any) -> Any:
     """Sets what the navigation has, and the version in the title."""
     config.nav = navigation((REPOSITORY / OVERVIEW).read_text(encoding="utf-8"))
@@ -126,6 +131,8 @@ def on_files(files: Files, config: Any) -> Files:
         shown = "\n".join(f"::: {subject}\n" for subject in (name, *ALSO_SHOWN.get(name, ())))
         files.append(File.generated(config, _page_of(name), content=f"# {name}\n\n{shown}"))
     files.append(File.generated(config, "flags.md", content=flags.page()))
+    for name, measured in _measured().items():
+        files.append(File.generated(config, f"history/{name}.svg", content=history.picture(measured)))
     waiting, seen = ["README.md", OVERVIEW, *(f"docs/{file.src_uri}" for file in files.documentation_pages())], set()
     while waiting:
         path = waiting.pop()
@@ -135,13 +142,16 @@ def on_files(files: Files, config: Any) -> Files:
         if files.get_file_from_path(place_of(path)) is None:
             files.append(File.generated(config, place_of(path), abs_src_path=str(REPOSITORY / path)))
         if path.endswith(".md"):
-            text = (REPOSITORY / path).read_text(encoding="utf-8")
+            text = _with_paths(path, (REPOSITORY / path).read_text(encoding="utf-8"))
             waiting += [_target(path, link) for link, _ in _LINK.findall(text)]
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links between files of the repository into links between their places on the site."""
+    """Turns links between files of the repository into links between their places on the site, and adds pictures."""
+    if history.MARKER in markdown:
+        pictures = "\n".join(history.section(name, measured) for name, measured in _measured().items())
+        markdown = markdown.replace(history.MARKER, pictures)
     source = {place: path for path, place in PLACES.items()}.get(page.file.src_uri)
     if source is None:
         source = page.file.src_uri if page.file.generated_by else f"docs/{page.file.src_uri}"
@@ -154,7 +164,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         place = place_of(target)
         return f"]({posixpath.relpath(place, folder)}{link[2] or ''})"
 
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(moved, _with_paths(source, markdown))
+
+
+def _with_paths(page: str, markdown: str) -> str:
+    """Returns a page with its links as paths; those of the first page are addresses, for the package index."""
+    return _BY_PATH.sub(r"](\1)", markdown) if page == "README.md" else markdown
+
+
+def _measured() -> dict[str, list[dict[str, Any]]]:
+    return history.by_benchmark(history.HISTORY.read_text(encoding="utf-8").splitlines())
 
 
 def _target(page: str, link: str) -> str:

@@ -1,4 +1,4 @@
-"""Hides differences between the torch versions that `setup.py` allows."""
+"""Hides differences between the torch versions that `pyproject.toml` allows."""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.functional._links import anchors_of
 from tests.unit._program import REPOSITORY, programs_in, run_program
 
 EXAMPLE = REPOSITORY / "examples" / "minimal.py"
@@ -18,6 +20,26 @@ console = code.InteractiveConsole()
 for line in {lines}:
     console.push(line)
 """
+
+
+def _links() -> dict[str, str]:
+    """Returns the addresses of links that leave the page, by their paths in the repository."""
+    return dict(re.findall(r"^\[([^]]+)\]: (\S+)$", README.read_text(), re.MULTILINE))
+
+
+def test_every_link_leads_to_a_file_of_the_repository() -> None:
+    """By an absolute address, so that it does on the package index too, where the page is the description."""
+    home = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    raw = home.replace("//github.com/", "//raw.githubusercontent.com/")
+    text, links = README.read_text(), _links()
+    shown = re.findall(r"(!?)\[[^]]+\]\[([^]]+)\]", text)
+    assert len(shown) >= 30 and {path for _, path in shown} == links.keys()
+    assert re.findall(r"\]\((?!https:)[^)]*\)", text) == [], "a relative link"
+    for kind, link in shown:
+        assert links[link] == (f"{raw}/main/{link}" if kind else f"{home}/blob/main/{link}")
+        path, _, anchor = link.partition("#")
+        assert (REPOSITORY / path).is_file(), link
+        assert not anchor or anchor in anchors_of(REPOSITORY / path), link
 
 
 @pytest.mark.parametrize("page", [README, REPOSITORY / "docs" / "reproducible.md"], ids=lambda page: page.stem)
@@ -39,12 +61,12 @@ def test_the_program_can_be_pasted_into_python(tmp_path: Path) -> None:
 
 
 def test_the_first_link_is_to_your_own_script() -> None:
-    first = re.search(r"(?<!!)\[[^]]*\]\(([^)]+)\)", re.sub(r"!\[[^]]*\]\([^)]*\)", "", README.read_text()))
+    first = re.search(r"(?<!!)\[[^]]*\]\[([^]]+)\]", README.read_text())
     assert first is not None and first[1] == "docs/own-script.md"
 
 
 def test_the_picture_shows_every_wrapper_of_the_table() -> None:
-    picture = re.search(r"!\[([^]]*)\]\(docs/what-a-rank-holds.svg\)", README.read_text())
+    picture = re.search(r"!\[([^]]*)\]\[docs/what-a-rank-holds.svg\]", README.read_text())
     assert picture is not None
     shown = dict(re.findall(r"(DDP|ZeRO-\d|FSDP2) (\d+)", picture[1]))
     named = {"DDP", *re.findall(r"\((ZeRO-\d|FSDP2)\)", README.read_text().partition("## Which wrapper")[2])}

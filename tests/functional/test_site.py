@@ -17,7 +17,7 @@ import sys
 import types
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -27,19 +27,10 @@ from core.base.errors import MissingExtraError
 from core.distributed.fully_sharded_data_parallel_config import FSDP2
 from core.training.config import section_types
 from tests.functional._browser import browser, problems_of
+from tests.public_names import names_of, public_modules
 from tests.unit._program import LIMIT_S, REPOSITORY, run_program
 
 TABS = ("Get started", "How-to", "Concepts", "Reference", "Testing")
-
-
-def _public() -> tuple[str, ...]:
-    """Returns the packages that docs/site.py makes pages of; read without mkdocs, which `make test-gpu` may not
-    have."""
-    statements = ast.parse((REPOSITORY / "docs" / "site.py").read_text()).body
-    (public,) = (
-        node.value for node in statements if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PUBLIC"
-    )
-    return tuple(name for names in ast.literal_eval(public).values() for name in names)
 
 
 def _module(name: str) -> types.ModuleType:
@@ -47,15 +38,6 @@ def _module(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except MissingExtraError as error:
         pytest.skip(str(error))
-
-
-def _names(module: types.ModuleType) -> list[str]:
-    own = [
-        name
-        for name, value in vars(module).items()
-        if not isinstance(value, TypeVar) and getattr(value, "__module__", None) == module.__name__
-    ]
-    return [name for name in getattr(module, "__all__", own) if not name.startswith("_")]
 
 
 def _is_documented(name: str, value: Any) -> bool:
@@ -85,10 +67,10 @@ def test_a_constants_docstring_is_the_one_right_below_it() -> None:
     assert _documented_constants('A = 1\nB: int = 2\n"""Of B."""\nC = 3\n') == {"B"}
 
 
-@pytest.mark.parametrize("package", _public())
+@pytest.mark.parametrize("package", public_modules())
 def test_every_public_name_has_a_docstring(package: str) -> None:
     module = _module(package)
-    names = _names(module)
+    names = names_of(module)
     assert (names or hasattr(module, "__path__")) and module.__doc__  # a package may have its names in its modules
     assert [name for name in names if not _is_documented(name, getattr(module, name))] == []
 
@@ -103,7 +85,7 @@ def test_every_package_with_public_names_has_a_page() -> None:
         for path in (REPOSITORY / "core").rglob("__init__.py")
         if "__all__" in path.read_text()
     }
-    assert packages - internal - set(_public()) == set()
+    assert packages - internal - set(public_modules()) == set()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +134,7 @@ class _Page(HTMLParser):
 def test_every_page_of_docs_is_on_the_site(site: Path) -> None:
     pages = {path.parent.name for path in site.rglob("index.html")}
     assert pages >= {page.stem for page in (REPOSITORY / "docs").glob("*.md")} - {"README"}
-    assert {"flags", "gpt", "CONTRIBUTING", *_public()} <= pages
+    assert {"flags", "gpt", "CONTRIBUTING", *public_modules()} <= pages
     first = (site / "index.html").read_text()
     assert all(f">\n  {tab}\n" in re.sub(r" +\n", "\n", re.sub(r"\n\s+", "\n  ", first)) for tab in TABS)
     assert f"shardstack {core.__version__}" in first and "what-a-rank-holds.svg" in first

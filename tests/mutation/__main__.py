@@ -25,7 +25,18 @@ from tests.mutation.mutation import Mutation
 from tests.mutation.plant import REPOSITORY, file_of, mutated
 
 PAGE = REPOSITORY / "docs" / "mutations.md"
-COPIED = ("core", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "setup.py", "README.md", "Makefile")
+COPIED = (
+    "core",
+    "tests",
+    "benchmarks",
+    "examples",
+    "docs",
+    "alias",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "Makefile",
+)
 FAILED, PASSED = 1, 0
 """Exit statuses of pytest; any other is no test that failed."""
 

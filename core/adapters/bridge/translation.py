@@ -168,7 +168,7 @@ SUPPORTED = {
     "transformers": ("5.23", "6", "hf"),
 }
 """The first version that an adapter supports, the first that it does not, and the extra that installs it.
-`setup.py` has the same."""
+`pyproject.toml` has the same."""
 
 
 def check_version(package: str, adapter: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import warnings
 from dataclasses import dataclass
 from enum import Enum
@@ -55,8 +56,8 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(package: str):
 @pytest.mark.parametrize("package", translation.SUPPORTED)
 def test_extras_match_supported_versions(package: str):
     at_least, below, extra = translation.SUPPORTED[package]
-    line = re.search(rf'"{extra}": \[(.*?)\]', (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL)
-    assert line is not None and f'"{package}>={at_least},<{below}"' in line[1]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"{package}>={at_least},<{below}" in project["optional-dependencies"][extra]
 
 
 class _Kind(Enum):
