@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import flags
 import history
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 import shardstack
 
 REPOSITORY = Path(__file__).parent.parent
+_by_name = tempfile.TemporaryDirectory()  # of this process, has the folder `core` by the name `shardstack`
 OVERVIEW = "docs/README.md"
 PLACES = {"README.md": "index.md", OVERVIEW: "all-pages.md"}
 """Where pages of the repository are on the site, if elsewhere than at their path, without `docs/`."""
@@ -91,10 +94,14 @@ _BY_PATH = re.compile(r"\]\[([^]]+)\]")
 """A link of the repository's README.md: its address is at the end, under its path in the repository."""
 
 
+@event_priority(100)  # before mkdocstrings reads its settings
 def on_config(config: Any) -> Any:
     """Sets what the navigation has, and the version in the title."""
     config.nav = navigation((REPOSITORY / OVERVIEW).read_text(encoding="utf-8"))
     config.site_name += f" {shardstack.__version__}"
+    # The reference reads sources and imports nothing: it has to find the folder by the package's name.
+    Path(_by_name.name, "shardstack").symlink_to(REPOSITORY / "core")
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_by_name.name]
     return config
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.gpu_machine import CARRIED, ROOT
 
 FOLDERS = ("benchmarks", "core", "examples", "tests")
-FILES = ("Makefile", "constraints.txt", "pyproject.toml", "setup.py")
+FILES = ("Makefile", "constraints.txt", "pyproject.toml", "setup.py", "shardstack.py")
 SUFFIXES = (".json", ".py", ".yaml")
 NOTE = "checkout.json"
 

@@ -34,6 +34,7 @@ COPIED = (
     "alias",
     "pyproject.toml",
     "setup.py",
+    "shardstack.py",
     "README.md",
     "Makefile",
 )
