@@ -70,8 +70,8 @@ def test_commands_name_files_modules_and_targets_that_exist() -> None:
     for command in commands:
         for path in re.findall(r"(?:examples|benchmarks|tests)/[\w./]+\.py", command):
             assert (REPOSITORY / path).is_file(), command
-        for module in re.findall(r"-m (core\.[\w.]+)", command):
-            path = REPOSITORY / module.replace(".", "/")
+        for module in re.findall(r"-m (?:core|shardstack)\.([\w.]+)", command):
+            path = REPOSITORY / "core" / module.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), command
         if command.startswith("make "):
             assert command.split()[1] in targets, command

@@ -77,11 +77,11 @@ def test_every_public_name_has_a_docstring(package: str) -> None:
 
 def test_every_package_with_public_names_has_a_page() -> None:
     """But for those that only the library itself imports."""
-    internal = {"core.distributed.guards", "core.distributed.plan", "core.distributed.report"}
-    internal |= {"core.models.common.embeddings"}
-    internal |= {"core.training.config"}
+    internal = {"shardstack.distributed.guards", "shardstack.distributed.plan", "shardstack.distributed.report"}
+    internal |= {"shardstack.models.common.embeddings"}
+    internal |= {"shardstack.training.config"}
     packages = {
-        ".".join(path.parent.relative_to(REPOSITORY).parts)
+        ".".join(("shardstack", *path.parent.relative_to(REPOSITORY / "core").parts))
         for path in (REPOSITORY / "core").rglob("__init__.py")
         if "__all__" in path.read_text()
     }
@@ -156,8 +156,8 @@ def test_links_and_anchors_lead_somewhere(site: Path) -> None:
 
 
 def test_a_long_signature_has_one_argument_a_line(site: Path) -> None:
-    shown = (site / "packages" / "core.distributed" / "index.html").read_text()
-    assert 'id="core.distributed.wrap_model"' in shown
+    shown = (site / "packages" / "shardstack.distributed" / "index.html").read_text()
+    assert 'id="shardstack.distributed.wrap_model"' in shown
     signatures = re.findall(r'class="doc-signature.*?<code>(.*?)</pre>', shown, re.DOTALL)
     lines = [html.unescape(re.sub("<[^>]+>", "", text)).splitlines() for text in signatures]
     assert len(lines) > 20 and max(len(line) for text in lines for line in text) <= 110
@@ -184,7 +184,7 @@ def test_every_flag_is_on_the_page_of_flags(site: Path) -> None:
     assert len(first) > 150 and len(fields) > 150
     assert first - set(shown) == set()
     launcher = json.loads((REPOSITORY / "core/training/launch/flags.json").read_text())
-    assert {f"core.training.launch-{name.replace('_', '-')}" for name in launcher} <= set(shown)
+    assert {f"shardstack.training.launch-{name.replace('_', '-')}" for name in launcher} <= set(shown)
 
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium on this machine")

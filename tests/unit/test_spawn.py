@@ -131,7 +131,7 @@ def _found_settings() -> tuple[Any, ...]:
 def test_no_job_finds_what_another_has_set():
     run_distributed(_leaves_settings_behind, 2)
     before = run_distributed(_found_settings, 2)
-    assert before[0][:3] == ([], None, "core.comm.gloo") and not before[0][8] and before[0][9] is torch.float32
+    assert before[0][:3] == ([], None, "shardstack.comm.gloo") and not before[0][8] and before[0][9] is torch.float32
     run_distributed(_leaves_settings_behind, 2)
     assert run_distributed(_found_settings, 2) == before
 

@@ -51,7 +51,7 @@ def test_helpers_see_through_wrappers():
 
 
 def test_absent_helpers_name_what_to_use():
-    with pytest.raises(ImportError, match=r"StragglerDetector: core.training's log"):
+    with pytest.raises(ImportError, match=r"StragglerDetector: shardstack.training's log"):
         from core.utils import StragglerDetector  # noqa: F401
 
 
@@ -88,7 +88,9 @@ def test_groups_as_one_object():
         assert some.dp is None and "tp: 2 ranks, cp: 2 ranks" in repr(some)
         assert vars(ProcessGroupCollection.use_mpu_process_groups([])) == {}
         check_same_groups("f", some, ("tp", "cp"))
-        with pytest.raises(ParallelConfigError, match=r"f: pg_collection.tp has the ranks .* core.parallel_state has"):
+        with pytest.raises(
+            ParallelConfigError, match=r"f: pg_collection.tp has the ranks .* shardstack.parallel_state has"
+        ):
             check_same_groups("f", ProcessGroupCollection(tp=groups.dp_cp), ("tp",))
     with pytest.raises(ParallelConfigError, match="has no group 'xp'"):
         ProcessGroupCollection(xp=None)
@@ -241,7 +243,7 @@ def test_parallel_state_too_early_is_megatrons_assertion():
 def test_absent_functions_import_and_raise_when_called():
     from core.utils import make_tp_sharded_tensor_for_checkpoint
 
-    with pytest.raises(NotImplementedError, match=r"core.utils has no make_tp_sharded.*: use core.dist_checkpointing"):
+    with pytest.raises(NotImplementedError, match=r"shardstack.utils has no make_tp_sharded.*: use shardstack.dist_"):
         make_tp_sharded_tensor_for_checkpoint(None, "weight")
 
 

@@ -92,14 +92,14 @@ def test_other_errors_pass_as_they_are() -> None:
 def test_a_plain_state_dict_names_the_function_that_loads_it() -> None:
     plain = toy(seed=2).state_dict()
     model = build("fsdp2", toy(seed=1))
-    says = r"given frozen as a plain tensor of shape \[3\].*core\.dist_checkpointing\.load_model_state_dict"
+    says = r"given frozen as a plain tensor of shape \[3\].*shardstack\.dist_checkpointing\.load_model_state_dict"
     for assign in (False, True):
         with pytest.raises(CheckpointError, match=says):
             model.module.load_state_dict(plain, assign=assign)
     with pytest.raises(CheckpointError, match=r"given gain as a plain tensor"):
         model.module.blocks[0].load_state_dict(toy(seed=2).blocks[0].state_dict())
     loss_of(model, batches(0)[0])  # the last unit and the root stay gathered
-    with pytest.raises(CheckpointError, match=r"core\.dist_checkpointing\.load_model_state_dict"):
+    with pytest.raises(CheckpointError, match=r"shardstack\.dist_checkpointing\.load_model_state_dict"):
         model.module.load_state_dict(plain)
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), toy(seed=1).parameters(), strict=True))
 

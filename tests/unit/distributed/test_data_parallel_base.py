@@ -188,7 +188,7 @@ def _check_that_nothing_is_loaded(model: nn.Module, others: dict[str, Tensor]) -
     one_foreign = own | {"gone": torch.zeros(3)}
     for foreign in (others, copies, one_foreign, {"gone": torch.zeros(3)}, {"sparse": torch.eye(3).to_sparse()}):
         with pytest.warns(
-            UserWarning, match=r"loads nothing.*core\.dist_checkpointing\.load_model_state_dict\(module"
+            UserWarning, match=r"loads nothing.*shardstack\.dist_checkpointing\.load_model_state_dict\(module"
         ):
             assert model.load_state_dict(foreign, strict=True) == ([], [])
     loss_of(model, batches(0)[0])  # the last unit and the root stay gathered

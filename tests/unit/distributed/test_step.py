@@ -33,7 +33,9 @@ def test_a_call_is_refused_in_each_other_phase(call: Call, phase: Phase) -> None
 def test_a_step_before_the_reduction_names_both_ways_to_reduce():
     step = Step()
     step.note_backward(lambda: True)
-    with pytest.raises(ShardstackError, match=r"^SGD.step.*core.distributed.finalize_model_grads.*finish_in_backward"):
+    with pytest.raises(
+        ShardstackError, match=r"^SGD.step.*shardstack.distributed.finalize_model_grads.*finish_in_backward"
+    ):
         step.check(Call.STEP, "SGD")
 
 

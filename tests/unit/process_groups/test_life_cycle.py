@@ -39,7 +39,9 @@ def test_before_initialisation_a_rank_is_alone() -> None:
     )
     for getter in with_none:
         assert getter(check_initialized=False) is None, getter
-        with pytest.raises(ParallelStateError, match=r"call core\.parallel_state\.initialize_model_parallel\(\)"):
+        with pytest.raises(
+            ParallelStateError, match=r"call shardstack\.parallel_state\.initialize_model_parallel\(\)"
+        ):
             getter()
     strict = [pair for kind, pair in SIZES_AND_RANKS.items() if kind not in ("tp", "pp", "cp", "ep")]
     for strict_getter in (
@@ -50,12 +52,16 @@ def test_before_initialisation_a_rank_is_alone() -> None:
         ps.get_data_parallel_mesh,
         ps.get_expert_data_parallel_mesh,
     ):
-        with pytest.raises(ParallelStateError, match=r"call core\.parallel_state\.initialize_model_parallel\(\)"):
+        with pytest.raises(
+            ParallelStateError, match=r"call shardstack\.parallel_state\.initialize_model_parallel\(\)"
+        ):
             strict_getter()
 
 
 def test_torch_distributed_comes_first() -> None:
-    with pytest.raises(ParallelStateError, match=r"call core\.rendezvous\.default_group\.init_process_group\(\)"):
+    with pytest.raises(
+        ParallelStateError, match=r"call shardstack\.rendezvous\.default_group\.init_process_group\(\)"
+    ):
         ps.initialize_model_parallel()
 
 

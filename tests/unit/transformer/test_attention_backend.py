@@ -62,7 +62,7 @@ def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool =
 
 def test_a_kernel_is_chosen_and_logged_once(gpu, caplog):
     gpu.has(FLASH, EFFICIENT)
-    with caplog.at_level(logging.INFO, "core.transformer.attention_backend"):
+    with caplog.at_level(logging.INFO, "shardstack.transformer.attention_backend"):
         for _ in range(3):
             _choose("auto")
     assert caplog.messages == ["attention: flash or memory-efficient kernel (cuda, bfloat16, heads of 128 channels)"]

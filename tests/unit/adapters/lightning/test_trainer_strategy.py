@@ -263,7 +263,7 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
             trainer(ShardstackStrategy(), tmp_path).fit(Module(), loader(rank), ckpt_path=f"{tmp_path}/file0.ckpt")
     for sharding, message in (
         ("zero9", "sharding is 'zero9'; it takes one of no_shard"),
-        (None, "sharding is None; it takes a config of core.distributed, or one of no_shard"),
+        (None, "sharding is None; it takes a config of shardstack.distributed, or one of no_shard"),
         ({"optim": 1}, "sharding is {'optim': 1}; it takes a config"),
         (TorchFullyShardedDataParallelConfig(reproducible_across_ranks=True), "reproducible_across_ranks is set"),
     ):

@@ -31,7 +31,7 @@ def test_each_kind_of_end_has_its_status_and_its_report(capsys, monkeypatch, tmp
     assert status == 1
     assert "rank 0 of 1:\nTraceback" in err and err.endswith("ZeroDivisionError: oh\n")
     (whole,) = tmp_path.iterdir()  # under a launcher that names no file
-    assert f"... 1 frame in core: see {whole}\n" in err and "entry.py" in whole.read_text()
+    assert f"... 1 frame in shardstack: see {whole}\n" in err and "entry.py" in whole.read_text()
     status, err = outcome(capsys, MemoryLimitError("a table\n  of lines"))
     assert status == 1 and "Traceback" in err and "MemoryLimitError: a table\n  of lines" in err
     monkeypatch.setenv("RANK", "1")
