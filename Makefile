@@ -31,12 +31,12 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
           $(addprefix tests/functional/, test_pipelines.py test_experts.py test_muon.py)
 
 # What the tests need: the trainers that core/adapters knows are among it.
-TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,docs,test
+TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,docs,release,test
 
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs check fix clean
+.PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs release check fix clean
 
 # A stamp per set of extras: nothing is installed again until the metadata or the constraints change. All cores compile
 # what is imported; pip would compile the rest too, on one.
@@ -118,6 +118,11 @@ mutation: $(TESTED)
 # The pages of docs/ and the packages as a site, in site/; a dead link or anchor is an error.
 docs: $(VENV)/.installed-train,docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
+# Builds the distributions, checks them in a new environment, and tags the commit; TAG=no is a rehearsal without the tag.
+TAG     ?=
+release: $(VENV)/.installed-train,release
+	$(BIN)/python -m tests.release $(if $(filter no,$(TAG)),--no-tag)
 
 check: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff format --check .

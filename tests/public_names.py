@@ -17,8 +17,10 @@ PINNED = Path(__file__).with_suffix(".json")
 
 
 def public_modules() -> tuple[str, ...]:
-    """Returns the packages and modules that docs/site.py makes pages of; read without mkdocs, which `make test-gpu`
-    may not have."""
+    """Returns the packages and modules that docs/site.py makes pages of.
+
+    They are read without mkdocs, which `make test-gpu` may not have.
+    """
     statements = ast.parse((REPOSITORY / "docs" / "site.py").read_text(encoding="utf-8")).body
     (public,) = (
         node.value for node in statements if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PUBLIC"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -56,8 +57,9 @@ def test_every_benchmark_is_here():
 def test_a_benchmark_runs(name: str, tmp_path: Path):
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
+    written = tmp_path / "history.jsonl"
     ended = subprocess.run(
-        [sys.executable, FOLDER / f"{name}.py", *LEAST[name]],
+        [sys.executable, FOLDER / f"{name}.py", *LEAST[name], "--history", written],
         cwd=tmp_path,
         env=program_environment(),
         capture_output=True,
@@ -68,3 +70,6 @@ def test_a_benchmark_runs(name: str, tmp_path: Path):
     assert ended.returncode in (0, 1), ended.stderr[-4000:]
     assert not re.search("Traceback|a rank failed", ended.stderr), ended.stderr[-4000:]
     assert ended.stdout
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    assert lines and {line["benchmark"] for line in lines} == {name}
+    assert len({line["row"] for line in lines}) == len(lines), "two rows have one name"

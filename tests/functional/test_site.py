@@ -140,6 +140,14 @@ def test_every_page_of_docs_is_on_the_site(site: Path) -> None:
     assert f"shardstack {core.__version__}" in first and "what-a-rank-holds.svg" in first
 
 
+def test_each_benchmark_of_the_history_is_drawn(site: Path) -> None:
+    page = (site / "benchmarks-over-time" / "index.html").read_text()
+    lines = (REPOSITORY / "benchmarks" / "results" / "history.jsonl").read_text().splitlines()
+    names = {json.loads(line)["benchmark"] for line in lines}
+    assert names and all((site / "history" / f"{name}.svg").stat().st_size > 1000 for name in names)
+    assert all(f'id="{name}"' in page and f"history/{name}.svg" in page for name in names)
+
+
 def test_links_and_anchors_lead_somewhere(site: Path) -> None:
     pages = {path: _Page(path) for path in site.rglob("index.html")}
     assert len(pages) > 80

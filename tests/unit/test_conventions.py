@@ -118,7 +118,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def test_unit_tests_import_no_other_layer():
-    above = ("functional", "compositions", "drill", "fuzz", "gpu_first", "mutation", "streams")
+    above = ("functional", "compositions", "drill", "fuzz", "gpu_first", "mutation", "release", "streams")
     found = {
         (file.relative_to(TESTS / "unit").as_posix(), name)
         for file in (TESTS / "unit").rglob("*.py")

@@ -14,7 +14,7 @@ from tests.public_names import PINNED, REPOSITORY, names_of, public_modules
 
 PINNED_NAMES: dict[str, list[str]] = json.loads(PINNED.read_text(encoding="utf-8"))
 REMEDY = (
-    "names that users import have changed; if that is meant, say so in CHANGELOG.md, keep an old name as "
+    "names that users import have changed; if that is meant, say so in CHANGELOG.md, keep old names as "
     "docs/releases.md has it, and run: python -m tests.public_names"
 )
 
