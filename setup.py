@@ -10,6 +10,7 @@ EXTRAS = {
     "train": [
         "cyclopts>=5",
         "docstring-parser>=0.15",
+        "pyyaml>=6",
         "tqdm>=4.66",
         "tokenizers>=0.20",
         "zstandard>=0.22",
@@ -58,6 +59,7 @@ setup(
     package_data={
         "core": ["py.typed"],
         "core.adapters.bridge": ["foreign_settings.json"],
+        "core.commands": ["help.json"],
         "core.base": ["hardware.json", "megatron_names.json"],
         "core.distributed.plan": ["not_of_fsdp2.json"],
         "core.distributed.report": ["page.html"],
@@ -71,4 +73,5 @@ setup(
     },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12", "jinja2>=3"],  # torch needs the last two too
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["shardstack = core.commands:main"]},
 )
