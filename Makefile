@@ -36,7 +36,7 @@ TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,docs
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs release check fix clean
+.PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs help release check fix clean
 
 # A stamp per set of extras: nothing is installed again until the metadata or the constraints change. All cores compile
 # what is imported; pip would compile the rest too, on one.
@@ -129,6 +129,10 @@ check: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Writes the flags that `shardstack COMMAND --help` shows, from the programs' own parsers.
+help: $(VENV)/.installed-train,docs
+	$(BIN)/python docs/flags.py
 
 fix: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff format .

@@ -40,11 +40,11 @@ _WIDTH = 118
 _LONGEST_LIST = 8
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m shardstack.dist_checkpointing.inspect"
+) -> int:
     """Runs the command. Returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="shardstack.dist_checkpointing.inspect", description=str(__doc__).split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog=program, description=str(__doc__).split("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a run's folder, or a model of Hugging Face's")
     parser.add_argument("--expand", action="store_true", help="list every tensor, with its hash")
     parser.add_argument(

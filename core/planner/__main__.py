@@ -11,19 +11,22 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..base.errors import ConfigError
 from ..training.config import validate
-from ..training.config.arguments import parse_arguments, parse_call
+from ..training.config.arguments import parse_arguments, parse_call, parse_known
 from ..training.launch.entry import environment_rank, run_command
-from .estimates import NAMES, WRAPPERS, Estimate, estimate, split_flags, wrapper_configs
+from .estimates import NAMES, WRAPPERS, Estimate, estimate, wrapper_configs
 from .hardware import calibrate, find_hardware
 from .search import candidates, scalings, search, single_changes
 from .tables import as_html, as_text, headline, recommendation, search_table, sweep_table, wrapper_tables
 
 DOES_NOT_FIT_STATUS = 1
+
+DESCRIPTION = """Says what a run would cost under every wrapper: memory, bytes on the wire and time of a step. All
+other flags are those of `shardstack train`; a command line that starts the run may follow as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,20 @@ class Options:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it takes a positive number")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command, and returns the exit status."""
-    options, flags, world_size = _parse(arguments)
+def main(arguments: Sequence[str], program: str = "python -m shardstack.planner") -> int:
+    """Runs the command, and returns the exit status. An error is one line, and ends the process."""
+    statuses: list[int] = []
+    run_command(lambda words: statuses.append(plan(words, program)), arguments)
+    return statuses[0]
+
+
+def plan(arguments: Sequence[str], program: str = "") -> int:
+    """Prints the costs of a run, and returns the exit status.
+
+    Raises:
+        ConfigError: what the run would refuse.
+    """
+    options, flags, world_size = _parse(arguments, program)
     hardware = find_hardware(options.hardware)
     if options.calibrate is not None:
         machine, warning = calibrate(hardware)
@@ -119,21 +133,14 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Options, list[str], int]:
+def _parse(arguments: Sequence[str], program: str) -> tuple[Options, list[str], int]:
     """Returns the planner's options, the flags of the run, and the number of ranks."""
-    script = next((i for i, word in enumerate(arguments) if word.endswith(".py") and not word.startswith("-")), -1)
-    counts = {f"--{entry.name.replace('_', '-')}": int(entry.type != "bool") for entry in fields(Options)}
-    of_launcher, launcher = split_flags(arguments[: max(script, 0)], counts)
-    of_run, flags = split_flags(arguments[script + 1 :], counts)
-    help_flags = [flag for flag in flags if flag in ("-h", "--help")]
-    options = parse_call(
-        Options,
-        [*of_launcher, *of_run, *help_flags],
-        description="Says what a run would cost under every wrapper: memory, bytes on the wire and time of a step. "
-        "All other flags are those of the run; a command line that starts it may follow as it is.",
-        name="python -m shardstack.planner",
-    )
-    return options, flags, _world_size(launcher) if options.world_size is None else options.world_size
+    options, words = parse_known(Options, arguments)
+    if {"-h", "--help"} & {*words}:
+        parse_call(Options, ["--help"], description=DESCRIPTION, name=program)
+    script = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), -1)
+    ranks = _world_size(words[: max(script, 0)]) if options.world_size is None else options.world_size
+    return options, words[script + 1 :], ranks
 
 
 def _world_size(launcher: Sequence[str]) -> int:
@@ -147,4 +154,4 @@ def _world_size(launcher: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_command(lambda arguments: sys.exit(main(arguments)))
+    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from ..distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES
 from ..distributed.plan import Plan
 from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
-from ..training.config.arguments import parse_arguments
+from ..training.config.arguments import parse_arguments, parse_known
 from .hardware import Hardware
 from .recorder import HOST, Transfer
 from .simulation import CATEGORIES, Pass, Simulation, pipeline_ranks, simulate
@@ -32,9 +32,6 @@ WRAPPERS: dict[str, tuple[str, ...]] = {
     for strategy, name in NAMES.items()
 }
 """The flags that choose each wrapper."""
-
-_CHOOSING = {"--data-parallel-sharding-strategy": 1, "--use-torch-fsdp2": 0, "--use-distributed-optimizer": 0}
-"""Flags that choose a wrapper, with the number of their values."""
 
 RESERVED_BYTES = 2 * 2**30
 """Memory of an accelerator that is left to its driver, the buffers of NCCL, workspaces and fragmentation."""
@@ -189,22 +186,15 @@ def wrapper_configs(flags: Sequence[str], wrappers: Sequence[str]) -> dict[str, 
 
 def without_choice(flags: Sequence[str]) -> list[str]:
     """Returns the flags without those that choose a wrapper."""
-    return split_flags(flags, _CHOOSING)[1]
 
+    def choose(
+        *,
+        data_parallel_sharding_strategy: str = "",
+        use_torch_fsdp2: bool = False,
+        use_distributed_optimizer: bool = False,
+    ) -> None: ...
 
-def split_flags(flags: Sequence[str], counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Splits a command line into some flags with their values, and all others.
-
-    Args:
-        counts: the number of values of each of these flags.
-    """
-    ours, others, num_values = list[str](), list[str](), 0
-    for flag in flags:
-        name, has_value, _ = flag.partition("=")
-        is_taken = num_values > 0 or name in counts
-        num_values = num_values - 1 if num_values else counts.get(name, 0) * (not has_value)
-        (ours if is_taken else others).append(flag)
-    return ours, others
+    return parse_known(choose, flags)[1]
 
 
 def formula_memory(

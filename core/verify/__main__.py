@@ -25,9 +25,9 @@ from . import WRAPPERS, Options, load_model_under_test, verify
 NOT_EQUAL_STATUS = 1
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], program: str = "python -m shardstack.verify") -> int:
     """Runs the command, and returns the exit status."""
-    options = _parse(arguments)
+    options = _parse(arguments, program)
     set_launcher_variables()
     if "RANK" not in os.environ:
         ranks = options.nproc_per_node or (torch.cuda.device_count() if device.device_type() == "cuda" else 2)
@@ -64,10 +64,9 @@ def _say(text: str) -> None:
         sys.stdout.flush()
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m shardstack.verify",
-        description="Trains a model under every wrapper and says whether, and where, the numbers part.",
+        prog=program, description="Trains a model under every wrapper and says whether, and where, the numbers part."
     )
     parser.add_argument("build", metavar="module:function", help="builds the model; see docs/verify.md")
     add_flags(parser, Path(__file__).with_name("flags.json"))

@@ -85,7 +85,7 @@ def convert(
     checkpoint, architecture = run_from_hugging_face(load, save)
     print(NO_HASHES.format(load))
     print(f"{load} is {checkpoint} now; to train on from its weights:")
-    print(f"pretrain_gpt.py --pretrained-checkpoint {load} {shlex.join(flags_of(architecture))}")
+    print(f"shardstack train --pretrained-checkpoint {shlex.join([str(load), *flags_of(architecture)])}")
 
 
 def run_to_hugging_face(

@@ -1,7 +1,7 @@
 """Trains a GPT. Without --data-path it trains on the source code of this Python's standard library.
 
-Run it under `python -m shardstack.training.launch --nproc-per-node 2`, `torchrun` or Slurm, or alone for one rank.
-Flags have Megatron-LM's names; README.md shows commands.
+Run it by `shardstack train`, under `python -m shardstack.training.launch --nproc-per-node 2`, `torchrun` or Slurm, or
+alone for one rank. Flags have Megatron-LM's names; README.md shows commands.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
         say(line)
     say(f"checkpoint             {outcome.checkpoint}")
     say(f"loss curve, log        {folder}/loss.png, {folder}/log.jsonl")
-    program = [short(sys.executable), short(str(Path(__file__).with_name("generate.py")))]
-    say(f"more text              {shlex.join([*program, '--load', str(folder), '--prompt', PROMPT])}")
+    generate = [short(sys.executable), "-m", "shardstack", "generate", "--load", str(folder), "--prompt", PROMPT]
+    say(f"more text              {shlex.join(generate)}")
 
 
 def tokens_of_experts(state: TrainingState, config: PretrainConfig) -> Iterator[str]:

@@ -7,7 +7,6 @@ cyclopts parses flags and prints help.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import math
@@ -24,7 +23,8 @@ from ...base.errors import ConfigError, import_extra
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ..launch.entry import environment_rank
 from . import build
-from .pretrain_config import PretrainConfig, section_types
+from .files import read_settings
+from .pretrain_config import PretrainConfig, fits_fp32, section_types
 
 Result = TypeVar("Result")
 _library = functools.partial(import_extra, extra="train", purpose="Reading command-line flags")
@@ -35,20 +35,40 @@ def parse_arguments(
 ) -> PretrainConfig:
     """Builds a run's settings from command-line flags.
 
+    A file that ``--config`` names overrides the program's defaults, a later file an earlier one, and flags all files.
+
     Args:
         arguments: the command line after the program's name.
         defaults: a program's defaults by field name, which replace those of the dataclasses.
         description: first paragraph of ``--help``, which only the first rank prints, and which ends the program.
 
     Raises:
-        ConfigError: a flag is unknown, a value has the wrong type, or a section refuses its settings.
-        MissingExtraError: cyclopts is not installed.
+        ConfigError: a flag or a key of a file is unknown, a value has the wrong type, or a section refuses its
+            settings.
+        MissingExtraError: cyclopts is not installed, or for a file of YAML pyyaml.
     """
-    values = parse_call(collector(dict(defaults or {})), arguments, description=description, name=name)
-    overridden = {name for group in build.ALTERNATIVES if group & values.keys() for name in group}
-    overridden |= {name for source, targets in build.DERIVED.items() if source in values for name in targets}
-    others = {name: value for name, value in (defaults or {}).items() if name not in overridden}
-    return build.build_config(others | values)
+
+    def files(*, config: tuple[Path, ...] = ()) -> tuple[Path, ...]:
+        return config
+
+    paths, _ = parse_known(files, arguments)
+    lower = functools.reduce(build.merge, map(read_settings, paths), dict(defaults or {}))
+    values = parse_call(collector(lower), arguments, description=description, name=name)
+    return build.build_config(build.merge(lower, {name: values[name] for name in values if name != "config"}))
+
+
+def parse_known(function: Callable[..., Result], arguments: Sequence[str]) -> tuple[Result, list[str]]:
+    """Calls `function` with its own flags of a command line. Returns its result, and all other words."""
+    cyclopts = _library("cyclopts")
+    parameter = cyclopts.Parameter(allow_repeating=True, converter=_value)
+    app = cyclopts.App(version_flags=[], help_flags=[], default_parameter=parameter)
+    app.default(function)
+    try:
+        _, bound, rest, _ = app.parse_known_args(list(arguments))
+    except cyclopts.CycloptsError as error:
+        error.verbose = False
+        raise ConfigError(" ".join(str(error).split())) from None
+    return function(*bound.args, **bound.kwargs), rest
 
 
 def parse_call(
@@ -118,7 +138,7 @@ def collector(defaults: dict[str, Any]) -> Any:
 
     def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
         if tuple in (get_origin(kind), *map(get_origin, get_args(kind))):
-            settings["consume_multiple"] = True
+            settings.setdefault("consume_multiple", True)
         if default is None or type(None) in get_args(kind):
             settings["converter"] = _value_or_none
         parameter = cyclopts.Parameter(group=groups[section], **settings)
@@ -128,7 +148,7 @@ def collector(defaults: dict[str, Any]) -> Any:
         )
 
     for name, (section, kind, text) in build.SHORTHANDS.items():
-        add(name, section, kind, False if kind is bool else None, help=text)
+        add(name, section, kind, False if kind is bool else None, help=text, consume_multiple=False)
     common = section_types("no_shard")
     for section, kind in section_types(FSDP2).items():
         # FSDP2 narrows some settings of every wrapper: the flag's help is that of the wider one.
@@ -177,8 +197,7 @@ def _value(kind: Any, tokens: Sequence[Any]) -> Any:
     if kind is Path and not text:
         raise ValueError("the path is empty; give one, or leave the flag out.")
     value = _library("cyclopts").convert(kind, tokens)
-    digits = text.lower().partition("e")[0]
-    if kind is float and re.search("[1-9]", digits) and abs(ctypes.c_float(value).value) in (0, math.inf):
+    if kind is float and re.search("[1-9]", text.lower().partition("e")[0]) and not fits_fp32(value or math.ulp(0)):
         raise ValueError(f'"{text}" is 0 or infinity in fp32, which holds 1e-45 to 3e38.')
     return value
 

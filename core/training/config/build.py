@@ -20,6 +20,19 @@ from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by field name with those of a higher layer in their place: a file's over a program's defaults,
+    or flags over both."""
+    given = {name for name, value in upper.items() if value is not None and value is not False}
+    dropped = {name for group in ALTERNATIVES if group & given for name in group}
+    dropped |= {name for source, targets in DERIVED.items() if source in upper for name in targets}
+    if upper.keys() & ALTERNATIVES[0]:
+        # A run's file has every setting of its wrapper, of which another wrapper may not know some.
+        defaults = {entry.name: entry.default for wrapper in _OTHER_WRAPPERS for entry in fields(wrapper)}
+        dropped |= {name for name, value in lower.items() if defaults.get(name, MISSING) == value} - ALTERNATIVES[0]
+    return {name: value for name, value in lower.items() if name not in dropped} | dict(upper)
+
+
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
     """Builds all sections from a flat mapping of field names and shorthands. Missing ones take their defaults.
 
@@ -123,15 +136,16 @@ NEGATED: dict[str, str] = _TABLES["negated"]
 NOT_FLAGS = {"params_dtype", "perform_initialization"}
 """Fields that the program sets itself, so they have no flag."""
 
-_KINDS = {"bool": bool, "int": int}
+_KINDS = {"bool": bool, "int": int, "paths": tuple[Path, ...]}
 SHORTHANDS = {name: (section, _KINDS[kind], text) for name, (section, kind, text) in _TABLES["shorthands"].items()}
 """Flags that are not fields: the section of ``--help`` that lists each one, its type and its help."""
 
-DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
-"""By field, the fields derived from it when not given: its flag overrides a program's defaults for those."""
+DERIVED: dict[str, list[str]] = _TABLES["derived"]
+"""By field, the fields derived from it when not given: a higher layer's value drops lower layers' values of those."""
 
-ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
-"""Fields that set the same thing: the flag of one overrides a program's default for another."""
+ALTERNATIVES = tuple(map(frozenset, _TABLES["alternatives"]))
+"""Fields that set the same thing, first those that choose the wrapper: a higher layer's value of one drops the values
+of the others in lower layers."""
 
 TITLES: dict[str, str] = _TABLES["titles"]
 """Headings of ``--help``, by section."""

@@ -6,11 +6,14 @@ are Megatron-LM's flags with underscores; `arguments` makes the flags from them.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -94,7 +97,7 @@ class PretrainConfig:
             sections = {}
             for name, kind in types.items():
                 hints = get_type_hints(kind)
-                sections[name] = kind(**{key: _from_json_value(hints.get(key), v) for key, v in values[name].items()})
+                sections[name] = kind(**{key: from_json_value(hints[key], v) for key, v in values[name].items()})
             return cls(**sections)
         except ShardstackError:
             raise
@@ -249,9 +252,44 @@ def _json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _from_json_value(hint: Any, value: Any) -> Any:
-    if isinstance(value, str) and Path in (hint, *get_args(hint)):
-        return Path(value)
-    if isinstance(value, str) and hint is torch.dtype:
-        return DTYPES[value.removeprefix("torch.")]
-    return tuple(value) if isinstance(value, list) else value
+def from_json_value(hint: Any, value: Any) -> Any:
+    """Returns a value of JSON, YAML or TOML as a setting of a type. Takes one value for a list of one, rounds nothing.
+
+    Raises:
+        ValueError: it is of another type. The message says which it takes.
+    """
+    origin, kinds, text = get_origin(hint), get_args(hint), value if isinstance(value, str) else ""
+    with suppress(ValueError, OverflowError):
+        if origin in (tuple, list):
+            return origin(
+                from_json_value(kinds[0], entry) for entry in (value if isinstance(value, list) else [value])
+            )
+        if hint is torch.dtype and (name := text.removeprefix("torch.")) in DTYPES:
+            return DTYPES[name]
+        if hint is Path and text:
+            return Path(text)
+        if (
+            hint is float and (text or type(value) in (int, float)) and fits_fp32(float(value))
+        ):  # YAML's 1e-3 is a text
+            return float(value)
+        if (type(value) is hint and hint is not float) or (origin is Literal and value in kinds):
+            return value
+    for kind in kinds if origin in (Union, UnionType) else ():
+        with suppress(ValueError):
+            return from_json_value(kind, value)
+    raise ValueError(f"it takes {type_text(hint).replace('float', 'a number that fp32 holds')}")
+
+
+def fits_fp32(value: float) -> bool:
+    """Returns whether fp32 takes a number for neither 0 nor infinity, unless it is 0."""
+    return value == 0 or abs(ctypes.c_float(value).value) not in (0, math.inf)
+
+
+def type_text(hint: Any) -> str:
+    """Returns how messages and help write a setting's type: ``int``, or its choices. None is not among them."""
+    kinds = get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(type_text(kind) for kind in kinds if kind is not NoneType and get_origin(kind) != Callable)
+    if get_origin(hint) is Literal:
+        return " | ".join(map(str, kinds))
+    return str(hint).replace("typing.", "") if kinds else hint.__name__

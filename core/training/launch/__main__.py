@@ -23,8 +23,10 @@ from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
+from ...base.device import device_type
 from ...base.errors import ConfigError
 from ...base.text import rank_list
 from ...rendezvous.environment import MOST_PORT
@@ -48,9 +50,15 @@ _POLL_S = 0.05
 _DESCRIPTION = "Starts a program's ranks, on this machine and others."
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the ranks to their end. Returns the exit status: 0, or the status of the first rank to fail."""
-    options = _parse(arguments)
+def main(arguments: Sequence[str], program: str = "python -m shardstack.training.launch", script: str = "") -> int:
+    """Runs the ranks to their end. Returns the exit status: 0, or the status of the first rank to fail.
+
+    Args:
+        program: what usage errors call the launcher.
+        script: the program that each rank runs, if `arguments` does not name it: they are the launcher's flags and the
+            program's, mixed. There is then by default a rank for each GPU.
+    """
+    options = _parse(arguments, program, script)
     if options.secret_file:
         os.environ[SECRET_FILE] = str(Path(options.secret_file).absolute())  # for the ranks too
     try:
@@ -69,13 +77,19 @@ def main(arguments: Sequence[str]) -> int:
         return USER_ERROR_STATUS
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m shardstack.training.launch", description=_DESCRIPTION)
+def _parse(arguments: Sequence[str], program: str, script: str = "") -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program, description=_DESCRIPTION, allow_abbrev=not script)
     add_flags(parser, Path(__file__).with_name("flags.json"))
-    parser.add_argument("-m", action="store_true", help="the program is a module, as for python")
-    parser.add_argument("script", help="the program that each rank runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-    options = parser.parse_args(arguments)
+    if script:
+        num_gpus = torch.cuda.device_count() if device_type() == "cuda" else 1
+        parser.set_defaults(nproc_per_node=num_gpus, m=False, script=script)
+        options = argparse.Namespace()
+        _, options.arguments = parser.parse_known_args(arguments, options)
+    else:
+        parser.add_argument("-m", action="store_true", help="the program is a module, as for python")
+        parser.add_argument("script", help="the program that each rank runs")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+        options = parser.parse_args(arguments)
     if not 0 <= options.node_rank < options.nnodes:
         parser.error(f"--node-rank is {options.node_rank} and --nnodes {options.nnodes}; nodes count from 0")
     if options.nnodes > 1 and options.on_lost_rank == "restart":

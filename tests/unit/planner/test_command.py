@@ -14,7 +14,7 @@ import pytest
 
 from core.base.errors import ConfigError, MissingExtraError
 from core.planner import find_hardware, hardware, search
-from core.planner.__main__ import main
+from core.planner.__main__ import plan as main
 from core.planner.estimates import WRAPPERS
 from core.planner.tables import recommendation
 from tests.unit.planner._lines import TINY
