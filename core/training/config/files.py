@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
-
-import tomllib
 
 from ...base.errors import ConfigError, import_extra, raise_together
 from ...base.files import CONFIG_BYTES, brief, parse_json, read_file
