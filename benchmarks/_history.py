@@ -23,6 +23,8 @@ HISTORY = Path(__file__).resolve().parent / "results" / "history.jsonl"
 class _State:
     path: Path | None = None
     """Where lines go; None: nowhere. Set when a program's arguments are parsed."""
+    started = ""
+    """When that was, so that the rows of a run have one date."""
     heading = ""
     """What is being measured, of `section`."""
 
@@ -40,6 +42,7 @@ class Parser(argparse.ArgumentParser):
         asked = super().parse_args(args, namespace)
         if args is None:  # called as a program
             _State.path = None if asked.no_history else asked.history
+            _State.started = datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
         return asked
 
 
@@ -57,7 +60,7 @@ def record(row: str, ratio: PairedRatio | float) -> None:
     else:
         median, spread, rounds = ratio.median, ratio.interval(), len(ratio.ratios)
     line = {
-        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        "date": _State.started,
         **_place(),
         "benchmark": Path(sys.argv[0]).stem,
         "row": ": ".join(filter(None, (_State.heading, row))),

@@ -88,7 +88,8 @@ def main() -> None:
     table = {name: run_on_ranks(held, options.ranks, name)[0] for name in SETTINGS}
     replicas = sum(table["DDP"].values())
     for name, sizes in table.items():
-        record(f"{options.ranks} ranks, {name} / DDP", sum(sizes.values()) / replicas)
+        if name != "DDP":
+            record(f"{options.ranks} ranks, {name} / DDP", sum(sizes.values()) / replicas)
         parts = ", ".join(f"{kind} {size / MIB:.0f}" for kind, size in sizes.items())
         print(f"{name:>7}: {sum(sizes.values()) / MIB:.0f} MiB ({parts})")
     if options.picture is not None:

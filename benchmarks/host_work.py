@@ -156,13 +156,17 @@ def main() -> int:
     parallel_state.initialize_model_parallel()
     print(f"{'a layer and step':24}{'Python calls':>14}{'C calls':>10}{'dispatches':>12}")
     rows = options.rows or [row for row in ROWS if row != "torch DDP" or options.ranks == 1]  # it needs a real group
+    of_bare: float | None = None
     for row in rows:
         few, many = count_step(row, FEW), count_step(row, MANY)
         shares = [
             Counter({key: (more[key] - less[key]) / (MANY - FEW) for key in more})
             for more, less in zip(many, few, strict=True)
         ]
-        record(f"{row}: Python calls a dispatch", shares[0].total() / shares[2].total())
+        if row == "bare":
+            of_bare = shares[0].total()
+        elif of_bare is not None:
+            record(f"{row}: Python calls / bare", shares[0].total() / of_bare)
         print(f"{row:24}" + "".join(f"{sum(s.values()):>{w}.0f}" for s, w in zip(shares, (14, 10, 12), strict=True)))
         for share in shares[::2] if options.largest else ():
             for key, count in share.most_common(options.largest):

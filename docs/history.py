@@ -54,7 +54,10 @@ def picture(measurements: Sequence[dict[str, Any]]) -> bytes:
             label=f"{row} ({where})",
         )
     axes.axhline(1, color="0.6", linewidth=0.8, linestyle=":")
-    locator = AutoDateLocator(maxticks=8)
+    dates = [measured["date"] for measured in measurements]
+    day = datetime.timedelta(days=1)
+    axes.set_xlim(min(dates) - day, max(dates) + day)
+    locator = AutoDateLocator(minticks=2, maxticks=8)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
     axes.set(xlabel="date (UTC)", ylabel="ratio to what it is compared with")

@@ -28,7 +28,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "fully_sharded": ("128 tokens", *ONCE, "--only", "time"),
     "gpt_throughput": ("--preset", "small", "--steps", "2"),
     "held_memory": ("--ranks", "2"),
-    "host_work": ("ZeRO-3", "--largest", "3"),
+    "host_work": ("bare", "ZeRO-3", "--largest", "3"),
     "lightning_strategies": ("--steps", "2"),
     "lost_ranks": ("ZeRO-1", *ONCE, "--only", "memory"),
     "meta_construction": ("--millions", "5", "--only", "gpt"),
