@@ -47,7 +47,7 @@ def test_conversion_round_trips(corpus: Path, run: Path, tmp_path: Path) -> None
     assert _text(tmp_path / "b") == text
 
     # The flags that it printed start a run from these weights: its first loss is not that of a new model.
-    printed = back.out.splitlines()[-1].split()[1:]
+    printed = back.out.splitlines()[-1].split()[2:]
     more = [
         "--train-iters",
         "4",
