@@ -253,7 +253,7 @@ def test_a_script_runs_unchanged_by_its_path(tmp_path: Path) -> None:
         "import runpy\nrunpy.run_module('core.adapters.megatron_lm', run_name='__main__', alter_sys=True)\n"
     )
     ended = run_program(module, script, "--flag", folder=tmp_path)
-    assert ended.out == "core.adapters.megatron_lm --flag\n", ended.err
+    assert ended.out == "shardstack.adapters.megatron_lm --flag\n", ended.err
 
 
 def test_a_script_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

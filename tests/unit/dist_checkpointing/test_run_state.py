@@ -279,7 +279,7 @@ def test_parts_of_another_training_are_refused(tmp_path: Path) -> None:
     for parts, says in (
         ((other.model, one.optimizer, one.scheduler), r"6 of the parameters .* are not the model's; give the model"),
         ((one.model, one.optimizer, other.scheduler), r"the StepLR sets the rates of another optimizer"),
-        ((one.model, plain, None), r"AdamW is not an optimizer .* core\.optimizer\.shard_optimizer\(AdamW\("),
+        ((one.model, plain, None), r"AdamW is not an optimizer .* shardstack\.optimizer\.shard_optimizer\(AdamW\("),
         ((one.model, [one.optimizer], [None, None]), "there are 2 schedulers and 1 optimizers; give one for each"),
         ((one.model, [one.optimizer, one.optimizer], None), "two optimizers have a state .*; each parameter belongs"),
         (({"a.b": one.model}, {"a.b": one.optimizer}, None), r"a model has the name 'a\.b'"),
