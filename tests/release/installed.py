@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
-from tests.release.distributions import REPOSITORY, ReleaseError, run
+from tests.release.distributions import ReleaseError, run
 
 TRAINING = Path(__file__).with_name("_training.py")
 WRAPPERS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
+TINY = (
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32"),
+    *("--micro-batch-size", "2", "--train-iters", "3", "--eval-iters", "1", "--lr", "1e-3"),
+)
 MISSING = {"accelerate": "hf", "lightning": "lightning", "megatron_lm": "megatron", "torchtitan": "titan"}
 """Adapters, and the extra that each names where it is not installed."""
 
@@ -33,32 +38,58 @@ def check_installed(python: Path, folder: Path, *, has_extras: bool) -> str:
     (stranger / "__init__.py").write_text('OWNER = "another project"\n')
     (stranger / "distributed.py").write_text("")
     shutil.copy(TRAINING, folder / "train.py")
-    ran = _run_there(folder, [str(python), "-m", "shardstack.training.launch", "--nproc-per-node", "2", "train.py"])
+    command = str(python.with_name("shardstack"))
+    ran = _run_there(folder, [command, "launch", "--nproc-per-node", "2", "train.py"])
     lines = [line for line in ran.splitlines() if line.startswith(WRAPPERS)]
     if [line.split(":")[0] for line in lines] != list(WRAPPERS) or len({line.split(": ")[1] for line in lines}) != 1:
         raise ReleaseError(f"the wrappers do not agree:\n{ran}")
-    program = _installed_folder(python, folder) / "examples" / "gpt" / "pretrain_gpt.py"
+    for name in (None, *_commands(python, folder)):
+        words = [name, "--help"] if name else ["--help"]
+        if f"shardstack {name or 'COMMAND'}" not in (shown := _run_there(folder, [command, *words])):
+            raise ReleaseError(f"`shardstack {' '.join(words)}` prints no usage:\n{shown}")
+    another = "core is another project's package here"
+    _check_message([str(python), "-c", "import shardstack, core.optimizer"], another, folder)
     if has_extras:
-        shown = _run_there(folder, [str(python), str(program), "--help"])
-        if "--num-layers" not in shown:
-            raise ReleaseError(f"pretrain_gpt.py --help does not show its flags:\n{shown}")
+        _pretrain(command, folder)
     else:
-        _check_message([str(python), str(program), "--help"], "shardstack[train]", folder)
+        _check_message([command, "train", *TINY], "shardstack[train]", folder)
         for adapter, extra in MISSING.items():
-            _check_message(
-                [str(python), "-c", f"import shardstack.adapters.{adapter}"], f"shardstack[{extra}]", folder
-            )
-    command = python.with_name("shardstack")
-    if command.exists() and "launch" not in _run_there(folder, [str(command), "--help"]):
-        raise ReleaseError("`shardstack --help` does not name its commands")
+            statement = f"import shardstack.adapters.{adapter}"
+            _check_message([str(python), "-c", statement], f"shardstack[{extra}]", folder)
     return "\n".join(lines)
 
 
-def _installed_folder(python: Path, folder: Path) -> Path:
-    found = _run_there(folder, [str(python), "-c", "import shardstack; print(shardstack.__file__)"]).strip()
-    if REPOSITORY in Path(found).parents and python.parent.parent not in Path(found).parents:
+def _commands(python: Path, folder: Path) -> list[str]:
+    """Returns the commands of the package, which has to be the one that is installed."""
+    code = "import shardstack; print(shardstack.__file__)"
+    found = Path(_run_there(folder, [str(python), "-c", code]).strip()).parent
+    if found.parent.name != "site-packages":
         raise ReleaseError(f"{found} is of the checkout, not of the wheel")
-    return Path(found).parent
+    return list(json.loads((found / "commands" / "commands.json").read_text(encoding="utf-8")))
+
+
+def _pretrain(command: str, folder: Path) -> None:
+    """Trains a few steps of a tiny GPT on two ranks from a text, and looks at its checkpoint."""
+    (folder / "text.txt").write_text("\n".join(f"the square of {i} is {i * i}" for i in range(2000)))
+    _run_there(
+        folder,
+        [
+            command,
+            "prepare-data",
+            "--input",
+            "text.txt",
+            "--output-prefix",
+            "squares",
+            "--split-on",
+            "line",
+            "--tokenizer",
+            "byte",
+        ],
+    )
+    training = [command, "train", "--nproc-per-node", "2", "--data-path", "squares", "--save", "run", *TINY]
+    _run_there(folder, [*training, "--save-interval", "3", "--use-torch-fsdp2"])
+    if "iter_0000003" not in (shown := _run_there(folder, [command, "inspect", "run"])):
+        raise ReleaseError(f"`shardstack inspect run` does not show the checkpoint of step 3:\n{shown}")
 
 
 def _check_message(command: list[str], text: str, folder: Path) -> None:
@@ -69,7 +100,7 @@ def _check_message(command: list[str], text: str, folder: Path) -> None:
         if text not in str(error):
             raise ReleaseError(f"the error does not name {text}: {error}") from None
         return
-    raise ReleaseError(f"{' '.join(command)} should fail without an extra")
+    raise ReleaseError(f"{' '.join(command)} should fail, and say: {text}")
 
 
 def _run_there(folder: Path, command: list[str]) -> str:

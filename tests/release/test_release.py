@@ -85,13 +85,13 @@ def test_the_wheel_works_next_to_another_core(built: tuple[Path, Path, Path], tm
     assert len(lines) == 5
 
 
-def test_wrappers_that_disagree_stop_a_release(built: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    python, folder = tmp_path / "python", tmp_path / "folder"
-    python.write_text("#!/bin/sh\nfor name in DDP ZeRO-1 ZeRO-2 ZeRO-3 FSDP2; do echo $name: norm of $name; done\n")
-    python.chmod(0o755)
+def test_wrappers_that_disagree_stop_a_release(tmp_path: Path) -> None:
+    command, folder = tmp_path / "shardstack", tmp_path / "folder"
+    command.write_text("#!/bin/sh\nfor name in DDP ZeRO-1 ZeRO-2 ZeRO-3 FSDP2; do echo $name: norm of $name; done\n")
+    command.chmod(0o755)
     folder.mkdir()
     with pytest.raises(ReleaseError, match="the wrappers do not agree"):
-        check_installed(python, folder, has_extras=False)
+        check_installed(tmp_path / "python", folder, has_extras=False)
 
 
 def _git(folder: Path, *arguments: str) -> None:
