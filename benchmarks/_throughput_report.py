@@ -123,7 +123,7 @@ def new_path(folder: Path, *of: str) -> Path:
 
 
 def _now() -> datetime.datetime:
-    return datetime.datetime.now(tz=datetime.timezone.utc)
+    return datetime.datetime.now(tz=datetime.UTC)
 
 
 def profile_line(shares: dict[str, float]) -> str:

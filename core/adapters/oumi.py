@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from .bridge.sharding import data_parallel_mesh, fully_replicated, units_by_clas
 from .bridge.translation import Replicas, check_settings, wrap_for_trainer
 
 
-class _OfTorch(str, Enum):
+class _OfTorch(StrEnum):
     """Members of an enum of `torch.distributed.fsdp` that has the same name."""
 
     def to_torch(self) -> Any:
@@ -70,7 +70,7 @@ class BackwardPrefetch(_OfTorch):
     NO_PREFETCH = "NO_PREFETCH"
 
 
-class AutoWrapPolicy(str, Enum):
+class AutoWrapPolicy(StrEnum):
     """Oumi's ways to choose units."""
 
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"

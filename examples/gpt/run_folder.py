@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch.distributed as dist
@@ -80,7 +80,7 @@ def _made_by(folder: Path, started: str) -> bool:
 
 def _make_folder(started: str, known: Path | None) -> Path:
     """Makes a folder that no other run has, also if both make theirs at one moment. Keeps one that is known."""
-    name = started.partition(".")[0] or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    name = started.partition(".")[0] or f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     if not re.fullmatch(r"[0-9-]+", name):
         raise ConfigError(f"{RUN_STARTED} is {brief(started)} in the environment; only a launcher sets it: unset it")
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import tests._imports  # noqa: F401  # before anything is forked
@@ -155,7 +155,7 @@ class Drill:
 
     def rows(self) -> list[str]:
         """Returns a line of a table for each kind of run and of event."""
-        rows, date = [], f"{datetime.now(timezone.utc):%Y-%m-%d}"
+        rows, date = [], f"{datetime.now(UTC):%Y-%m-%d}"
         for name, count in sorted(self.counts.items()):
             spreads = [_spread(seconds.get(name, [])) for seconds in (self.named, self.went_on)]
             rows.append(f"| {date} | {self.seed} | {name} | {count} | {' | '.join(spreads)} | {self.runs} |\n")

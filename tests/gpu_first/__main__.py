@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments, stages())
     if (reason := reason_against()) is not None:
         return _refuse(reason)
-    now = datetime.now(tz=timezone.utc)
+    now = datetime.now(tz=UTC)
     folder = options.results or ROOT / "build" / f"gpu-first-{now:%Y%m%d-%H%M%S}"
     if folder.exists():
         return _refuse(f"the results folder {folder} exists; give --results the name of a new one")

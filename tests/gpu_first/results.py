@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Results:
     folder: Path
     checkout: Checkout
     machine: Machine
-    began: datetime = field(default_factory=lambda: datetime.now(tz=timezone.utc))
+    began: datetime = field(default_factory=lambda: datetime.now(tz=UTC))
     outcomes: dict[str, dict[str, Outcome]] = field(default_factory=dict)
     """By stage and command."""
     _since: float = field(default_factory=time.time)

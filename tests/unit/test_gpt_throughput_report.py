@@ -15,7 +15,7 @@ from tests.unit._benchmark_modules import load
 def test_a_report_never_takes_the_name_of_another(tmp_path):
     module = load("_throughput_report")
     paths = [module.new_path(tmp_path / "new" / "folder", "cpu", "1b", "ddp") for _ in range(3)]
-    day = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    day = datetime.datetime.now(tz=datetime.UTC).date()
     assert [path.name for path in paths] == [f"gpt_throughput-cpu-1b-ddp-{day}{end}.json" for end in ("", "-2", "-3")]
     paths[1].write_text("others")
     module.Report([], "CPU", {}).save(paths[0])

@@ -29,7 +29,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def acquire_folder(root: Path) -> tuple[int, str]:
                 raise
             warnings.warn(f"{root} is on a file system without locks: no other run may write there", stacklevel=3)
         if lock.lock_counter <= 1:
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            now = datetime.now(UTC).isoformat(timespec="seconds")
             holder = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": now})
             # A full disk: the lock works without its description.
             with contextlib.suppress(OSError), os.fdopen(open_in_place(path, os.O_WRONLY | os.O_TRUNC), "w") as file:

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
@@ -123,7 +123,7 @@ def run_ranks(
         ConfigError: the machines do not find each other, are one, or have no secret in common.
     """
     policy, status, reason = policy or LostRankPolicy(), 1, ""
-    start_text = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
+    start_text = datetime.now(UTC).strftime(STARTED_FORMAT)
     job = Job.of(policy, command, job_secret(address[0]), run)
     open_standard_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored, as a parent may have set it, hides statuses
