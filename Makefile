@@ -1,8 +1,9 @@
 # Everything a newcomer runs. Each target installs what it needs into .venv of this checkout, once.
 PYTHON ?= python3
-# Another version of torch than that of constraints.txt, in an environment of its own: make test TORCH=2.11.0
+# Another torch than that of constraints.txt, or another Python, each in an environment of its own:
+# make test TORCH=2.11.0 PYTHON=python3.13
 TORCH  ?=
-VENV   := .venv$(TORCH:%=-torch-%)
+VENV   := .venv$(TORCH:%=-torch-%)$(patsubst python%,-python-%,$(filter-out python python3,$(notdir $(PYTHON))))
 BIN    := $(VENV)/bin
 # Ranks of `make train`: one for each GPU, or two on CPU.
 GPUS   := $(if $(filter cpu,$(SHARDSTACK_DEVICE)),0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
@@ -139,4 +140,4 @@ fix: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-torch-* build dist site alias/*.egg-info
+	rm -rf .venv .venv-* build dist site alias/*.egg-info

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -61,7 +61,7 @@ class DType(Enum):
         """Returns the numpy dtype of a code. Raises `DataError` for an unknown code."""
         if value not in {member.value for member in cls}:
             raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
-        return cast("np.dtype[Any]", np.dtype(cls(value).name).newbyteorder("<"))
+        return np.dtype(cls(value).name).newbyteorder("<")
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> np.dtype[Any]:

@@ -172,7 +172,7 @@ class Pipeline:
             raise OutOfStepError(
                 f"{place}, and nothing came; look at that rank first. The backend said: {str(error).splitlines()[0]}"
             ) from error
-        if hasattr(error, "add_note") and not isinstance(error, ShardstackError):
+        if not isinstance(error, ShardstackError):
             error.add_note(place)
 
 

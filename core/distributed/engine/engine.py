@@ -313,7 +313,7 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: WrappedModel) -> Non
         set_mark(param, owner)
         # Pickle calls it. It is bound to the parameter without a weak reference, because torch cannot swap the tensor
         # of a parameter (`Module.to`) that has weak references.
-        param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[attr-defined]
+        param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[method-assign]
 
 
 def owner_of(param: Any) -> WrappedModel | None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by the system, where memory ran out, or by a person)",
@@ -191,8 +191,6 @@ ECHO_S = 0.5
 pass on a Ctrl-C that the terminal has already sent. A run that waited longer would take the launcher's second signal
 for an echo."""
 
-Self = TypeVar("Self", bound="_SignalHandler")
-
 
 class _SignalHandler:
     """Calls `_note` for signals while it is entered, and restores their handlers on leaving."""
@@ -202,7 +200,7 @@ class _SignalHandler:
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         for number in self.numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # keep nohup's setting
                 self._before[number] = signal.signal(number, self._note)
