@@ -24,7 +24,8 @@ from _history import Parser, record
 from _measure import CollectivePayload, machine, run_on_ranks
 from torch import Tensor
 
-from tests.unit.adapters.accelerate._trainers import counted_reductions, fresh_accelerate, pad
+from tests.unit.adapters.accelerate._trainers import fresh_accelerate, pad
+from tests.unit.distributed._toys import recorded_collectives
 
 ROWS = ("ddp", "fsdp2 of accelerate", "no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
 VOCAB = 199
@@ -91,7 +92,7 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
             use_shardstack(trainer, ShardstackPlugin(row))
         elif row == "fsdp2 of accelerate":
             use_fsdp2_on_cpu(trainer)
-        with CollectivePayload() as payload, counted_reductions() as begun:
+        with CollectivePayload() as payload, recorded_collectives("the gradients of") as begun:
             trainer.train()
     if is_ours:
         weights = {
