@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
 
+_NAMES = "tests/unit/base/test_second_name.py"
 _RECOMPUTATION = "tests/unit/base/test_recomputation.py"
 
 MUTATIONS = (
@@ -62,5 +63,26 @@ MUTATIONS = (
         r"getattr\(type\(module\), ",
         "getattr(module, ",
         ("tests/unit/base/test_module_protocol.py",),
+    ),
+    Mutation(
+        "a module keeps the spec of its second name",
+        "core.base.second_name._SharedModules.exec_module",
+        r"module\.__spec__ = .*",
+        "pass",
+        (_NAMES,),
+    ),
+    Mutation(
+        "an import by the second name binds over a function",
+        "core.base.second_name._SharedModules.exec_module",
+        r"sys\.modules\.setdefault\(.*\)",
+        "pass",
+        (_NAMES,),
+    ),
+    Mutation(
+        "another project's core is taken for this package",
+        "core.base.second_name._own_name",
+        r" or \(sys\.modules.*core_is_ours",
+        "",
+        (_NAMES,),
     ),
 )
