@@ -33,7 +33,7 @@ from core.planner.simulation import pipeline_ranks, simulate
 from core.planner.step_time import step_time
 from core.planner.tables import sweep_table
 from core.training.config import PretrainConfig, validate
-from core.training.config.arguments import parse_arguments
+from core.training.config.arguments import parse_arguments, parse_values
 
 BASE = "--num-attention-heads 8 --train-iters 10 --lr 1e-3 --vocab-size 1000 --hidden-dropout 0 --attention-dropout 0"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
@@ -218,7 +218,7 @@ def draw_growth(picture: Path) -> None:
     from matplotlib import pyplot
 
     hardware = find_hardware("h100")
-    configs = wrapper_configs(GROWN.split(), [name for name in WRAPPERS if name != "replicated"])
+    configs = wrapper_configs(parse_values(GROWN.split()), [name for name in WRAPPERS if name != "replicated"])
     planned = {name: config for name, config in configs.items() if isinstance(config, PretrainConfig)}
     with redirect_stderr(StringIO()):
         sweep = scalings(planned, 8, hardware)

@@ -92,7 +92,7 @@ class IndexFile:
         if header[: len(MAGIC)] != MAGIC[: len(header)]:
             raise DataError(
                 f"{path}: starts with {header[: len(MAGIC)]!r} and not {MAGIC!r}, so it is no index of this format; "
-                "make one with prepare_data.py"
+                "make one with shardstack prepare-data"
             )
         if len(header) < HEADER.size:
             raise DataError(f"{path}: truncated, {len(header)} bytes of a {HEADER.size}-byte header; prepare it again")
@@ -157,7 +157,7 @@ class IndexFile:
 
 
 def _cannot_open(path: Path, error: OSError) -> str:
-    hint = "check the prefix, or make the corpus with prepare_data.py"
+    hint = "check the prefix, or make the corpus with shardstack prepare-data"
     if path.stem.endswith((".bin", ".idx")):
         hint = "the prefix is the path without .bin or .idx"
     return f"{path}: cannot be read ({error.strerror}); {hint}"

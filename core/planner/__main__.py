@@ -7,7 +7,6 @@ would refuse.
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from ..base.errors import ConfigError
 from ..training.config import validate
-from ..training.config.arguments import parse_arguments, parse_call, parse_known
+from ..training.config.arguments import parse_call, parse_known, parse_values
+from ..training.config.build import build_config
 from ..training.launch.entry import environment_rank, run_command
 from .estimates import NAMES, WRAPPERS, Estimate, estimate, wrapper_configs
 from .hardware import calibrate, find_hardware
@@ -60,9 +60,8 @@ class Options:
 
 def main(arguments: Sequence[str], program: str = "python -m shardstack.planner") -> int:
     """Runs the command, and returns the exit status. An error is one line, and ends the process."""
-    statuses: list[int] = []
-    run_command(lambda words: statuses.append(plan(words, program)), arguments)
-    return statuses[0]
+    run_command(lambda words: sys.exit(plan(words, program)), arguments)
+    return 0
 
 
 def plan(arguments: Sequence[str], program: str = "") -> int:
@@ -79,11 +78,12 @@ def plan(arguments: Sequence[str], program: str = "") -> int:
             _write(options.calibrate, machine.to_json())
             sys.stdout.write(f"{machine.to_json()}{warning}")
         return 0
-    own, wrappers = parse_arguments(flags), options.wrappers.split(",")
+    values, wrappers = parse_values(flags), options.wrappers.split(",")
+    own = build_config(values)
     validate(own, world_size)
     if options.gpu_memory is not None:
         hardware = replace(hardware, memory_bytes=int(options.gpu_memory * 2**30))
-    configs = wrapper_configs(flags, wrappers)
+    configs = wrapper_configs(values, wrappers)
     results: dict[str, Estimate | ConfigError] = {}
     for name, config in configs.items():
         try:
@@ -97,13 +97,13 @@ def plan(arguments: Sequence[str], program: str = "") -> int:
     refused = [f"refused: {name}: {result}" for name, result in results.items() if isinstance(result, ConfigError)]
     tables, advice = [*wrapper_tables(found, refused)], recommendation(found)
     if not own_result.fits:
-        change = next(iter(candidates(single_changes(flags), world_size, hardware)), None)
+        change = next(iter(candidates(values, single_changes(values), world_size, hardware)), None)
         if change is None:
             advice += f" No single change makes {own_result.wrapper} fit."
         else:
             advice += f" {own_result.wrapper} does not fit; the cheapest change that fits: {change.name}."
     if options.search:
-        tables.append(search_table(search(flags, wrappers, world_size, hardware)))
+        tables.append(search_table(search(values, wrappers, world_size, hardware)))
     feasible = {result.wrapper: result.config for result in found}
     sweep = [*scalings(feasible, world_size, hardware)] if options.sweep else []
     tables += [sweep_table(sweep)] if sweep else []
@@ -145,9 +145,11 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[Options, list[str], 
 
 def _world_size(launcher: Sequence[str]) -> int:
     """Returns the number of ranks that a launcher's words ask for."""
-    words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
-    by_flag = dict(itertools.pairwise(words))
-    counts = [by_flag.get("--nproc-per-node", "1"), by_flag.get("--nnodes", "1")]
+
+    def read(*, nproc_per_node: str = "1", nnodes: str = "1") -> tuple[str, str]:
+        return nproc_per_node, nnodes
+
+    counts, _ = parse_known(read, launcher)
     if not all(count.isascii() and count.isdigit() for count in counts):
         raise ConfigError(f"the launcher asks for {' x '.join(counts)} ranks; say how many with --world-size")
     return int(counts[0]) * int(counts[1])

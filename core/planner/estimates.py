@@ -18,7 +18,8 @@ from ..distributed.fully_sharded_data_parallel_config import FSDP2, STRATEGIES
 from ..distributed.plan import Plan
 from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
-from ..training.config.arguments import parse_arguments, parse_known
+from ..training.config.arguments import parse_arguments
+from ..training.config.build import build_config
 from .hardware import Hardware
 from .recorder import HOST, Transfer
 from .simulation import CATEGORIES, Pass, Simulation, pipeline_ranks, simulate
@@ -165,36 +166,25 @@ def _wire(simulation: Simulation, hardware: Hardware) -> tuple[Wire, ...]:
     )
 
 
-def wrapper_configs(flags: Sequence[str], wrappers: Sequence[str]) -> dict[str, PretrainConfig | ConfigError]:
-    """Returns the settings of a command line under each wrapper, or the error with which the run would refuse it.
+def wrapper_configs(values: Mapping[str, Any], wrappers: Sequence[str]) -> dict[str, PretrainConfig | ConfigError]:
+    """Returns the settings of a run under each wrapper, or the error with which the run would refuse it.
+
+    Args:
+        values: of the run, as `parse_values` returns them.
 
     Raises:
-        ConfigError: the run refuses the command line as it is; or a wrapper is unknown.
+        ConfigError: the run refuses the settings as they are; or a wrapper is unknown.
     """
     if strays := [name for name in wrappers if name not in WRAPPERS]:
         raise ConfigError(f"wrappers has {strays[0]!r}; take {', '.join(WRAPPERS)}")
-    own = parse_arguments(flags)
-    others = without_choice(flags)
+    own = build_config(values)
     configs: dict[str, PretrainConfig | ConfigError] = {}
     for name in wrappers:
         try:
-            configs[name] = own if name == NAMES[own.ddp.strategy] else parse_arguments([*others, *WRAPPERS[name]])
+            configs[name] = own if name == NAMES[own.ddp.strategy] else parse_arguments(WRAPPERS[name], values)
         except ConfigError as error:
             configs[name] = error
     return configs
-
-
-def without_choice(flags: Sequence[str]) -> list[str]:
-    """Returns the flags without those that choose a wrapper."""
-
-    def choose(
-        *,
-        data_parallel_sharding_strategy: str = "",
-        use_torch_fsdp2: bool = False,
-        use_distributed_optimizer: bool = False,
-    ) -> None: ...
-
-    return parse_known(choose, flags)[1]
 
 
 def formula_memory(

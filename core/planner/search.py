@@ -11,12 +11,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..base.errors import ConfigError
 from ..distributed.plan.layout import default_bucket_size
 from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
-from .estimates import NAMES, RESERVED_BYTES, WRAPPERS, Estimate, estimate, layer_weights, without_choice
+from ..training.config.build import build_config
+from .estimates import NAMES, RESERVED_BYTES, WRAPPERS, Estimate, estimate, layer_weights
 from .hardware import Hardware
 
 MOST_RANKS = 16384
@@ -90,16 +92,19 @@ def shallow_estimate(name: str, config: PretrainConfig, world_size: int, hardwar
     return Candidate(name, world_size, int(peak), step_s, exposed_s, latency_s, tokens / step_s)
 
 
-def candidates(variants: Mapping[str, Sequence[str]], world_size: int, hardware: Hardware) -> list[Candidate]:
+def candidates(
+    values: Mapping[str, Any], variants: Mapping[str, Sequence[str]], world_size: int, hardware: Hardware
+) -> list[Candidate]:
     """Returns the variants of a run that fit, the fastest first. Leaves out what the run would refuse.
 
     Args:
-        variants: the flags of each, by name.
+        values: settings of the run, as `parse_values` returns them.
+        variants: flags that change them, by name.
     """
     estimates = []
     for name, flags in variants.items():
         with suppress(ConfigError):
-            estimates.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware))
+            estimates.append(shallow_estimate(name, parse_arguments(flags, values), world_size, hardware))
     return _fastest_first(estimates, hardware)
 
 
@@ -112,19 +117,19 @@ def _fastest_first(several: Iterable[Candidate], hardware: Hardware) -> list[Can
     return sorted((each for each in several if _fits(each, hardware)), key=lambda each: -each.tokens_per_second)
 
 
-def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the flags with one change that saves memory, by the change."""
-    config = parse_arguments(flags)
-    changes = {f"wrapper {name}": [*without_choice(flags), *WRAPPERS[name]] for name in WRAPPERS}
+def single_changes(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns flags that change a run's settings in one place, which saves memory, by the change."""
+    config = build_config(values)
+    changes = {f"wrapper {name}": [*flags] for name, flags in WRAPPERS.items()}
     changes.pop(f"wrapper {NAMES[config.ddp.strategy]}")
     extra = ["--activation-checkpointing selective", "--activation-checkpointing full"]
     if (size := config.data.micro_batch_size) > 1:
         extra.append(f"--micro-batch-size {size // 2}")
     extra.append(f"--tensor-model-parallel-size {2 * config.model.tensor_model_parallel_size} --sequence-parallel")
-    return changes | {more: [*flags, *more.split()] for more in extra}
+    return changes | {more: more.split() for more in extra}
 
 
-def search(flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardware: Hardware) -> list[Candidate]:
+def search(values: Mapping[str, Any], wrappers: Sequence[str], world_size: int, hardware: Hardware) -> list[Candidate]:
     """Looks for the fastest way to run a model, and returns what fits of all that was planned, the fastest first.
 
     One setting changes at a time: the wrapper, the size of a parallel group, or of a micro-batch. Sizes double until
@@ -132,7 +137,7 @@ def search(flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardw
     one setting is faster. While nothing fits, the best has the lowest peak. What only several changes would gain is
     missed.
     """
-    own, rest = parse_arguments(flags), without_choice(flags)
+    own = build_config(values)
     most = {
         "tensor": hardware.node_size,
         "pipeline": min(own.model.num_layers, world_size, hardware.node_size),
@@ -157,10 +162,10 @@ def search(flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardw
         lowest = math.inf
         for recomputes in ("none", "selective", "full"):
             name = ", ".join(label for label, _ in settings if not label.endswith("-parallel 1"))
-            line = [*rest, *" ".join(flag for _, flag in settings).split(), "--activation-checkpointing", recomputes]
+            line = [*" ".join(flag for _, flag in settings).split(), "--activation-checkpointing", recomputes]
             line += [] if settings[1] == choices[1][0] else ["--sequence-parallel"]
             try:
-                config = parse_arguments(line)
+                config = parse_arguments(line, values)
                 candidates_so_far.append(
                     shallow_estimate(f"{name}, recomputes {recomputes}", config, world_size, hardware)
                 )
@@ -171,12 +176,12 @@ def search(flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardw
             lowest = min(lowest, candidates_so_far[-1].peak_bytes)
         return False, -lowest
 
-    best, before = tuple(values[0] for values in choices), None
+    best, before = tuple(options[0] for options in choices), None
     while best != before:
         before = best
-        for index, values in enumerate(choices):
+        for index, options in enumerate(choices):
             neighbours = [best]
-            for value in values:
+            for value in options:
                 neighbours.append((*best[:index], value, *best[index + 1 :]))
                 if index and score(*neighbours[-1]) < max(score(*each) for each in neighbours[1:]):
                     break

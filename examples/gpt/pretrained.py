@@ -98,8 +98,8 @@ def load_run_weights(
     check_is_run(metadata, checkpoint)
     if any(map(is_adapter, metadata["model_tensors"])):
         raise CheckpointError(
-            f"{checkpoint} holds LoRA adapters; continue their run with --load, or merge them with convert.py and "
-            "start from what that writes"
+            f"{checkpoint} holds LoRA adapters; continue their run with --load, or merge them with shardstack convert "
+            "and start from what that writes"
         )
     ours = model_fields(model.config)
     if upcycle:

@@ -33,7 +33,18 @@ _library = functools.partial(import_extra, extra="train", purpose="Reading comma
 def parse_arguments(
     arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, description: str = "", name: str = ""
 ) -> PretrainConfig:
-    """Builds a run's settings from command-line flags.
+    """Builds a run's settings from command-line flags, as `parse_values` reads them.
+
+    Raises:
+        ConfigError: as `parse_values`; or a section refuses its settings.
+    """
+    return build.build_config(parse_values(arguments, defaults, description=description, name=name))
+
+
+def parse_values(
+    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, description: str = "", name: str = ""
+) -> dict[str, Any]:
+    """Returns the settings that a command line makes, by field name.
 
     A file that ``--config`` names overrides the program's defaults, a later file an earlier one, and flags all files.
 
@@ -43,8 +54,7 @@ def parse_arguments(
         description: first paragraph of ``--help``, which only the first rank prints, and which ends the program.
 
     Raises:
-        ConfigError: a flag or a key of a file is unknown, a value has the wrong type, or a section refuses its
-            settings.
+        ConfigError: a flag or a key of a file is unknown, or a value has the wrong type.
         MissingExtraError: cyclopts is not installed, or for a file of YAML pyyaml.
     """
 
@@ -54,7 +64,8 @@ def parse_arguments(
     paths, _ = parse_known(files, arguments)
     lower = functools.reduce(build.merge, map(read_settings, paths), dict(defaults or {}))
     values = parse_call(collector(lower), arguments, description=description, name=name)
-    return build.build_config(build.merge(lower, {name: values[name] for name in values if name != "config"}))
+    values.pop("config", None)
+    return build.merge(lower, values)
 
 
 def parse_known(function: Callable[..., Result], arguments: Sequence[str]) -> tuple[Result, list[str]]:

@@ -145,7 +145,7 @@ def _damage(prefix: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no idx", r"c\.idx: cannot be read \(No such file.*make the corpus with prepare_data\.py"),
+        ("no idx", r"c\.idx: cannot be read \(No such file.*make the corpus with shardstack prepare-data"),
         ("no bin", r"c\.bin: cannot be read \(No such file"),
         ("short bin", r"c\.bin: truncated, 5 bytes where the index says 6; prepare"),
         ("long bin", r"c\.bin: longer than its index says, 7 bytes .* 6"),

@@ -151,4 +151,4 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path):
         save_hugging_face(model, tmp_path / "hf")
     save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "adapted")
     message = run_distributed(_refused, 1, tmp_path / "adapted", "adapters")[0]
-    assert "holds LoRA adapters; continue their run with --load, or merge them with convert.py" in message
+    assert "holds LoRA adapters; continue their run with --load, or merge them with shardstack convert" in message

@@ -10,7 +10,7 @@ import pytest
 from core.planner import PRESETS, estimate, search
 from core.planner.search import Candidate, Scaling, candidates, scalings, shallow_estimate, single_changes
 from core.training.config import PretrainConfig
-from core.training.config.arguments import parse_arguments
+from core.training.config.arguments import parse_arguments, parse_values
 from tests.unit.planner._lines import LLAMA, TINY
 
 H100 = PRESETS["h100"]
@@ -31,15 +31,16 @@ def test_the_fastest_that_fits_comes_first():
         "none": FLAGS,
         "refused": [*FLAGS, "--no", "1"],
     }
-    assert [each.name for each in candidates(variants, 2, H100)] == ["none", "full"]
-    assert candidates({"none": FLAGS}, 2, replace(H100, memory_bytes=2**31)) == []
+    assert [each.name for each in candidates({}, variants, 2, H100)] == ["none", "full"]
+    assert candidates({}, {"none": FLAGS}, 2, replace(H100, memory_bytes=2**31)) == []
 
 
 def test_a_change_is_one_setting_of_the_run():
-    changes = single_changes([*FLAGS, "--micro-batch-size", "4"])
+    values = parse_values([*FLAGS, "--micro-batch-size", "4"])
+    changes = single_changes(values)
     assert "wrapper ZeRO-3" in changes and "wrapper FSDP2" not in changes
-    assert parse_arguments(changes["--micro-batch-size 2"]).data.micro_batch_size == 2
-    assert not parse_arguments(changes["wrapper ZeRO-1"]).use_torch_fsdp2
+    assert parse_arguments(changes["--micro-batch-size 2"], values).data.micro_batch_size == 2
+    assert not parse_arguments(changes["wrapper ZeRO-1"], values).use_torch_fsdp2
 
 
 def test_a_search_changes_one_setting_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -53,7 +54,8 @@ def test_a_search_changes_one_setting_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(search, "shallow_estimate", planned)
     flags = f"{TINY} {LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
-    found = search.search(flags, ["ZeRO-1", "FSDP2"], 8, replace(H100, memory_bytes=search.RESERVED_BYTES + 5 * 2**20))
+    hardware = replace(H100, memory_bytes=search.RESERVED_BYTES + 5 * 2**20)
+    found = search.search(parse_values(flags), ["ZeRO-1", "FSDP2"], 8, hardware)
     assert found[0].name == "FSDP2, pipeline-parallel 2, expert-parallel 2, micro-batch 4, recomputes full"
     assert found == sorted(found, key=lambda each: -each.tokens_per_second)
     assert len(found) == len({each.name for each in found}) < 20  # of 2 x 4 x 2 x 3 x 3 ways
