@@ -17,11 +17,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ...base._torch_compat import fsdp_param_groups
 from ...base.errors import UnitError, WrapError
 from ..step_marks import mark_as_gathered, mark_of
+
+ONE_WHOLE_GRADIENT = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
+"""Whether torch keeps whole gradients in the gathered parameter alone (2.15), also in the dtype of their reduction."""
+
+_NAMES = {
+    "FSDPState": "_pre_forward _post_forward _pre_backward _root_post_backward_final_callback _lazy_init _state_ctx "
+    "_comm_ctx",
+    "FSDPStateContext": "iter_forward_root post_backward_final_callback_queued all_states",
+    "FSDPParamGroup": "fsdp_params comm_ctx is_unsharded post_backward finalize_backward _to_sharded "
+    "_training_state _all_reduce_hook _all_gather_result _partial_reduce_output _post_forward_indices",
+    "FSDPParam": "sharded_param mesh_info all_gather_outputs unsharded_accumulated_grad init_all_gather_outputs "
+    "init_unsharded_param free_unsharded_param _sharded_param_data _unsharded_param _param_fqn _module_info",
+}
+"""Names that torch's objects have, or their classes declare, as soon as a module is sharded."""
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
@@ -178,10 +193,10 @@ class TorchTensors:
 
     def whole_gradients(self) -> Iterator[Tensor]:
         """Yields gradients that this rank holds whole, until they are reduced."""
-        # Inside `no_sync` torch leaves them in ``_unsharded_param.grad`` and, where they are reduced in another dtype,
-        # in ``unsharded_accumulated_grad``. Kept elsewhere, `drop_unsharded_gradients` would leave them, and the next
-        # step would add to them.
-        accumulated = [parameter.unsharded_accumulated_grad for parameter in self.parameters]
+        # Inside `no_sync` torch leaves them in ``_unsharded_param.grad`` and, before 2.15 where they are reduced in
+        # another dtype, in ``unsharded_accumulated_grad``. Kept elsewhere, `drop_unsharded_gradients` would leave
+        # them, and the next step would add to them.
+        accumulated = [] if ONE_WHOLE_GRADIENT else [p.unsharded_accumulated_grad for p in self.parameters]
         of_gathered = [parameter.grad for parameter in self.gathered_parameters()]
         yield from (gradient for gradient in (*accumulated, *of_gathered) if gradient is not None)
 
@@ -225,7 +240,10 @@ class TorchState:
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = fsdp_modules(root)
-        self.tensors, self._state = TorchTensors(self.modules), root._get_fsdp_state()  # type: ignore[operator]
+        self._state = root._get_fsdp_state()  # type: ignore[operator]
+        groups = [group for module in self.modules for group in groups_of(module)]  # type: ignore[arg-type]
+        _reject_unknown_torch(self._state, groups[:1])
+        self.tensors = TorchTensors(self.modules)
         # ``requires_grad`` of each gathered parameter when `keep_changes` last looked; a parameter is here once it has
         # been gathered.
         self._trained: dict[Any, bool] = {}
@@ -238,13 +256,18 @@ class TorchState:
     def reduce_unsharded_gradients(self) -> None:
         """Reduces whole gradients, those of a last micro-batch inside `no_sync` too. Every rank must call it."""
         if any(True for _ in self.tensors.whole_gradients()):
-            # The callback of a backward's end, which reduces each unit once. Under another name this raises.
+            # The callback of a backward's end, which reduces each unit once. Under another name this raises. Since
+            # 2.15 it wants what a backward sets at its beginning: whether a program reduces gradients by itself.
+            context = self._state._state_ctx
+            if getattr(context, "manual_backward_finalization_active", False) is None:
+                context.manual_backward_finalization_active = False
             self._state._root_post_backward_final_callback()
 
     def drop_unsharded_gradients(self) -> None:
         """Drops whole gradients, as after a step that was abandoned."""
-        for parameter in self.tensors.parameters:
-            parameter.unsharded_accumulated_grad = None
+        if not ONE_WHOLE_GRADIENT:
+            for parameter in self.tensors.parameters:
+                parameter.unsharded_accumulated_grad = None
         for gathered in self.tensors.gathered_parameters():
             gathered.grad = None
 
@@ -252,9 +275,9 @@ class TorchState:
         """Adds zero gradients for parameters that `no_sync` left without one, if others of their group have one.
 
         Accumulated gradients have the dtype of the reduction. A gradient that only the last backward computes has that
-        of the computation, and FSDP2 reduces one dtype at a time.
+        of the computation, and FSDP2 before torch 2.15 reduces one dtype at a time.
         """
-        for group in self.tensors.groups:
+        for group in [] if ONE_WHOLE_GRADIENT else self.tensors.groups:
             gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
             trained = [p for p in gathered if p._unsharded_param.requires_grad]
             accumulated = (p.unsharded_accumulated_grad for p in trained)
@@ -288,7 +311,12 @@ class TorchState:
         Gradients stay, those that accumulate on this rank too.
         """
         if hasattr(self._state, "_reset_iter_state"):  # torch 2.13; below, what it does, for torch before
+            shards = [parameter.sharded_param for parameter in self.tensors.parameters]
+            kept = [(parameter, parameter.grad) for parameter in (*shards, *self.tensors.gathered_parameters())]
             self._state._reset_iter_state()
+            for parameter, gradient in kept:  # torch 2.15 drops them
+                if gradient is not None and parameter.grad is None:
+                    parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
             return
         for each in self._state._state_ctx.all_states:
             each._training_state = TrainingState.IDLE
@@ -371,6 +399,16 @@ class TorchState:
             UnitError: names the parameter.
         """
         _reject_assigned(self.tensors.parameters, takes_shards)
+
+
+def _reject_unknown_torch(state: Any, groups: list[Any]) -> None:
+    for owner in (state, state._state_ctx, *groups, *(group.fsdp_params[0] for group in groups)):
+        kind = type(owner).__name__
+        if missing := set(_NAMES[kind].split()).difference(dir(owner), type(owner).__annotations__):
+            raise WrapError(
+                f"torch {torch.__version__} has no {kind}.{min(missing)}, which FSDP2 is controlled by "
+                "here; use a version of torch that the documentation lists as tested, or DistributedDataParallel"
+            )
 
 
 def _reject_assigned(parameters: Iterable[Any], takes_shards: bool = False) -> None:

@@ -11,12 +11,16 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import core
+from core.base.errors import WrapError
+from core.distributed.fsdp2 import torch_private
+from core.distributed.fsdp2.torch_private import TorchState, groups_of
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import batches, loss_of, toy
 
@@ -45,10 +49,10 @@ OWNERS = {
     **dict.fromkeys(("module", "root", "m"), "FSDPModule"),
     **dict.fromkeys(("_get_fsdp_state", "_state", "each"), "FSDPState"),
     "state": "FSDPState ReduceScatterState",
-    "_state_ctx": "FSDPStateContext",
+    **dict.fromkeys(("_state_ctx", "context"), "FSDPStateContext"),
     **dict.fromkeys(("comm_ctx", "_comm_ctx"), "FSDPCommContext"),
     "group": "FSDPParamGroup",
-    **dict.fromkeys(("parameter", "p"), "FSDPParam"),
+    **dict.fromkeys(("parameter", "p", "FSDPParam"), "FSDPParam"),
     **dict.fromkeys(("info", "_module_info"), "ParamModuleInfo"),
     "mesh_info": "FSDPMeshInfo",
     "last": "AllGatherState",
@@ -60,6 +64,7 @@ PUBLIC = {name for kind in (torch.Tensor, nn.Module(), dist.Work, list, dict, se
 """Names that say nothing about whose attribute they are."""
 OF_SOME_VERSIONS = {
     ("FSDPState", "_reset_iter_state"),
+    ("FSDPStateContext", "manual_backward_finalization_active"),
     ("FSDPCommContext", "reduce_scatter_state"),
     ("FSDPCommContext", "reduce_scatter_states"),
 }
@@ -173,3 +178,21 @@ def test_a_name_that_is_missing_or_of_unknown_origin_is_found():
     names = _names_of_classes()
     names["FSDPParamGroup"].add("fsdp_params")
     assert _problems(_uses(CODE, names), names) == {"4: FSDPParam.renamed", "5: unknown.fsdp_params"}
+
+
+@on_ranks(2)
+def test_wrapping_names_what_an_unknown_torch_lacks():
+    model = fully_shard(toy(tied=False))
+    group = groups_of(model)[0]
+    assert set(torch_private._NAMES) == {"FSDPState", "FSDPStateContext", "FSDPParamGroup", "FSDPParam"}
+    owners = [model._get_fsdp_state()._state_ctx, group, group.fsdp_params[0]]
+    for owner, name in zip(owners, ("iter_forward_root", "_post_forward_indices", "_param_fqn"), strict=True):
+        value = getattr(owner, name)
+        delattr(owner, name)
+        with pytest.raises(WrapError, match=rf"torch {re.escape(torch.__version__)} has no \w+\.{name}, "):
+            TorchState(model)
+        setattr(owner, name, value)
+    TorchState(model)
+    declared = {kind: set(names.split()) for kind, names in torch_private._NAMES.items()}
+    used = {(kind, use.name) for use in _uses(FILE.read_text("utf-8"), _names_of_classes()) for kind in use.kinds}
+    assert {(kind, name) for kind, names in declared.items() for name in names} <= used
