@@ -4,6 +4,11 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-_spec = spec_from_file_location(__name__, Path(__file__).with_name("core") / "__init__.py")
-sys.modules[__name__] = module_from_spec(_spec)
-_spec.loader.exec_module(sys.modules[__name__])
+_spec = spec_from_file_location("shardstack", Path(__file__).with_name("core") / "__init__.py")
+sys.modules["shardstack"] = module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["shardstack"])
+
+if __name__ == "__main__":  # python -m shardstack
+    from shardstack.commands import main
+
+    sys.exit(main())

@@ -5,7 +5,6 @@ Where nothing but the command itself is looked at it runs in a process that is f
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -18,7 +17,6 @@ import pytest
 from core.training.config.arguments import parse_arguments
 from tests.unit._program import LIMIT_S, REPOSITORY, Ended, load_program, one_line, program_environment, run_program
 
-PACKAGE = "shardstack" if importlib.util.find_spec("shardstack") else "core"
 PAGE = REPOSITORY / "docs" / "command-line.md"
 SETTINGS = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, ffn_hidden_size: 48}
@@ -42,7 +40,7 @@ def build():
 
 def _shardstack(folder: Path, *words: object, before: tuple[str, ...] = ()) -> str:
     """Returns what a command prints in a new process, errors too."""
-    command = [sys.executable, *before, "-m", PACKAGE, *map(str, words)]
+    command = [sys.executable, *before, "-m", "shardstack", *map(str, words)]
     ended = subprocess.run(
         command,
         cwd=folder,
@@ -65,14 +63,13 @@ def _forked(folder: Path, *words: object, ranks: int = 0, status: int = 0, devic
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with a corpus and a run of two ranks, made by the commands."""
+    """A user's folder with another `core`, and a corpus and a run of two ranks, made by the commands."""
     folder = tmp_path_factory.mktemp("user")
-    if PACKAGE != "core":
-        (folder / "core").mkdir()
-        (folder / "core" / "__init__.py").write_text("raise RuntimeError('a stranger')")
+    (folder / "core").mkdir()
+    (folder / "core" / "__init__.py").write_text("raise RuntimeError('another project')")
     (folder / "run.yaml").write_text(SETTINGS)
     (folder / "my_module.py").write_text(MODULE)
-    (folder / "command.py").write_text("import sys\nfrom core.commands import main\nsys.exit(main())\n")
+    (folder / "command.py").write_text("import sys\nfrom shardstack.commands import main\nsys.exit(main())\n")
     for number in range(8):
         (folder / f"{number}.txt").write_text(f"def number_{number}():\n    return {number}\n" * 60)
     _forked(folder, "prepare-data", *(f"{n}.txt" for n in range(8)), "--output-prefix", "data/corpus")
@@ -104,7 +101,7 @@ def test_a_run_is_repeated_from_its_own_settings(folder: Path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [f"{PACKAGE}.training.launch", "torch.distributed.run"])
+@pytest.mark.parametrize("launcher", ["shardstack.training.launch", "torch.distributed.run"])
 def test_launchers_start_the_command(folder: Path, launcher: str):
     _check_repeated(folder, _shardstack(folder, *REPEATED, before=("-m", launcher, "--nproc-per-node", "2")))
 
