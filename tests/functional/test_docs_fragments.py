@@ -83,7 +83,7 @@ def test_yaml_that_pages_show_names_programs_that_exist() -> None:
     assert len(blocks) >= 2
     for block in blocks:
         assert isinstance(yaml.safe_load(block), (dict, list))
-        for path in re.findall(r"[\w./]+\.(?:py|sh|yaml)\b", block):
+        for path in re.findall(r"\w[\w.]*/[\w./]+\.(?:py|sh|yaml)\b", block):
             assert (REPOSITORY / path).is_file(), path
 
 

@@ -64,7 +64,7 @@ def test_programs_parse_the_flags_of_the_command(script: str, place: dict[str, s
     (run / "latest").write_text("iter_0000020\n")
     assert subprocess.run(["bash", "-c", script], env=place, timeout=60).returncode == 0
     dash_m, module, *arguments = shlex.split((run / "arguments").read_text())
-    assert (dash_m, module) == ("-m", "core.training.launch")
+    assert (dash_m, module) == ("-m", "shardstack.training.launch")
     options = parse_launch(arguments, "launch")
     assert (options.nnodes, options.node_rank, options.nproc_per_node) == (2, 1, 8)
     assert options.master_addr == "gpt-node-0-0.gpt.here.svc" and options.on_lost_rank == "replace"
