@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Tests start some hundred processes: each would compile all of core again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What meets torch's private and newer interfaces, in two to three minutes: CI runs it on the oldest torch too.
+# What meets torch's private and newer interfaces, in two to three minutes: CI runs it on the oldest and the newest torch too.
 SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replicas tensor_parallel/test_weight_gradients \
           $(addprefix distributed/, model/test_unit_cases model/test_offloaded_activations model/test_forward_hooks \
           test_torch_fully_sharded_data_parallel test_data_parallel_base test_fully_sharded_data_parallel_config \
@@ -31,13 +31,16 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
           tests/unit/comm/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code \
           $(addprefix tests/functional/, test_pipelines.py test_experts.py test_muon.py)
 
+# Extras that `make test-short` installs; ARGS may name tests of more.
+EXTRAS ?= train,test
+
 # What the tests need: the trainers that core/adapters knows are among it.
 TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,docs,release,test
 
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs help release check fix clean
+.PHONY: train test test-short test-newest test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs help release check fix clean
 
 # A stamp per set of extras: nothing is installed again until the metadata or the constraints change. All cores compile
 # what is imported; pip would compile the rest too, on one.
@@ -64,8 +67,12 @@ train: $(VENV)/.installed-train
 test: $(TESTED)
 	$(PYTEST) -m 'not long and not gpu' $(ARGS)
 
-test-short: $(VENV)/.installed-train,test
+test-short: $(VENV)/.installed-$(EXTRAS)
 	$(PYTEST) -m 'not long and not gpu' $(SHORT) $(ARGS)
+
+# The newest release of torch and of each trainer, without our constraints: a line says which door breaks.
+test-newest:
+	$(PYTHON) tests/newest.py
 
 # What is too slow for every commit: more ranks, compiled layers, whole runs.
 test-long: $(TESTED)

@@ -1,6 +1,6 @@
 """Installs a version of torch for tests on the CPU, without the packages for GPUs that it asks for.
 
-    .venv-torch-2.11.0/bin/python tests/install_torch.py 2.11.0
+    .venv-torch-2.11.0/bin/python tests/install_torch.py 2.11.0    # or: newest
 
 On Linux the registry has torch built for GPUs: half a gigabyte, and 2.5 more of NVIDIA's libraries, which a test
 on the CPU never calls. But the loader refuses to load torch without them. One library that has every function torch
@@ -29,7 +29,7 @@ NO_DEVICE = 100
 def install(version: str) -> None:
     """Installs torch into this Python's environment; what else it needs comes with the project."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", f"torch=={version}"], check=True)
+    subprocess.run([*pip, "--no-deps", "torch" if version == "newest" else f"torch=={version}"], check=True)
     installed = importlib.metadata.distribution("torch")
     folder = Path(str(installed.locate_file("torch/lib")))
     if list(folder.glob("libtorch_cuda.so")):
