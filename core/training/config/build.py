@@ -26,6 +26,8 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     given = {name for name, value in upper.items() if value is not None and value is not False}
     dropped = {name for group in ALTERNATIVES if group & given for name in group}
     dropped |= {name for source, targets in DERIVED.items() if source in upper for name in targets}
+    if "num_attention_heads" in upper and lower.get("num_query_groups") == lower.get("num_attention_heads"):
+        dropped.add("num_query_groups")  # which a run's file has without grouped queries too
     if upper.keys() & ALTERNATIVES[0]:
         # A run's file has every setting of its wrapper, of which another wrapper may not know some.
         defaults = {entry.name: entry.default for wrapper in _OTHER_WRAPPERS for entry in fields(wrapper)}

@@ -120,6 +120,10 @@ def test_alternatives_of_a_file_yield_to_a_flag(write: Write):
     config = _parse("--config", run, "--use-distributed-optimizer", "--fp16", "--hidden-size", "32")
     assert (config.ddp.strategy, config.model.fp16, config.model.bf16) == ("optim", True, False)
     assert (config.model.ffn_hidden_size, config.model.kv_channels) == (128, 16)
+    heads = _parse("--config", run, "--num-attention-heads", "4").model
+    assert (heads.num_attention_heads, heads.num_query_groups) == (4, 4)  # of no grouped queries these are not made
+    grouped = write("grouped.json", json.dumps(_parse("--num-query-groups", "1").to_json()))
+    assert _parse("--config", grouped, "--num-attention-heads", "4").model.num_query_groups == 1
     strategy = ("--data-parallel-sharding-strategy", "optim_grads")
     assert _parse("--config", run, *strategy).ddp.strategy == "optim_grads"
     assert _parse("--config", run, "--no-use-torch-fsdp2").ddp.strategy == "optim_grads_params"
