@@ -215,6 +215,7 @@ class TorchGradients(Gradients):
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
         reject_graph_of_gradients("a model")
         self.torch_state.keep_changes()
+        self.torch_state.round_to_computed()
         self.state.note_backward(self.reopen)
         if self.tree is not None:
             self.tree.enter()

@@ -32,7 +32,9 @@ _NAMES = {
     "_comm_ctx",
     "FSDPStateContext": "iter_forward_root post_backward_final_callback_queued all_states",
     "FSDPParamGroup": "fsdp_params comm_ctx is_unsharded post_backward finalize_backward _to_sharded "
-    "_training_state _all_reduce_hook _all_gather_result _partial_reduce_output _post_forward_indices",
+    "_training_state _all_reduce_hook _all_gather_result _partial_reduce_output _post_forward_indices"
+    + " _fsdp_params_with_wider_grad_dtype"
+    * ONE_WHOLE_GRADIENT,
     "FSDPParam": "sharded_param mesh_info all_gather_outputs unsharded_accumulated_grad init_all_gather_outputs "
     "init_unsharded_param free_unsharded_param _sharded_param_data _unsharded_param _param_fqn _module_info",
 }
@@ -247,6 +249,7 @@ class TorchState:
         # ``requires_grad`` of each gathered parameter when `keep_changes` last looked; a parameter is here once it has
         # been gathered.
         self._trained: dict[Any, bool] = {}
+        self._rounded = set[nn.Parameter]()  # gathered parameters with the hook of `round_to_computed`, for good
         for parameter in self.tensors.parameters:
             if parameter.sharded_param._backward_hooks is None:
                 parameter.sharded_param._backward_hooks = OrderedDict()
@@ -262,6 +265,24 @@ class TorchState:
             if getattr(context, "manual_backward_finalization_active", False) is None:
                 context.manual_backward_finalization_active = False
             self._state._root_post_backward_final_callback()
+
+    def round_to_computed(self) -> None:
+        """Gives each micro-batch's gradient of a weight the dtype of that weight, as under all other wrappers.
+
+        Torch 2.15 keeps a gradient in the dtype of an operation, as fp32 of a norm whose weight is bf16, and where
+        none is reduced it adds up those of a weight that is used twice in the dtype of the reduction.
+        """
+        for group in self.tensors.groups if ONE_WHOLE_GRADIENT else []:
+            for parameter in group._fsdp_params_with_wider_grad_dtype:
+                gathered = getattr(parameter, "_unsharded_param", None)
+                if gathered is None or not gathered.requires_grad:
+                    continue
+                gathered.grad_dtype = None  # any: torch sets it so too, and casts the sums after a backward
+                if gathered not in self._rounded:
+                    self._rounded.add(gathered)
+                    gathered.register_hook(
+                        lambda gradient, dtype=gathered.dtype: gradient.to(dtype).to(gradient.dtype)
+                    )
 
     def drop_unsharded_gradients(self) -> None:
         """Drops whole gradients, as after a step that was abandoned."""

@@ -65,6 +65,7 @@ PUBLIC = {name for kind in (torch.Tensor, nn.Module(), dist.Work, list, dict, se
 OF_SOME_VERSIONS = {
     ("FSDPState", "_reset_iter_state"),
     ("FSDPStateContext", "manual_backward_finalization_active"),
+    ("FSDPParamGroup", "_fsdp_params_with_wider_grad_dtype"),
     ("FSDPCommContext", "reduce_scatter_state"),
     ("FSDPCommContext", "reduce_scatter_states"),
 }
