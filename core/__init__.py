@@ -6,7 +6,9 @@ numpy alone. ``core`` is a second name of the same modules, for scripts that had
 """
 
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -24,15 +26,21 @@ if __name__ == "shardstack":
         },
     )
 else:  # a checkout's folder, imported by its name `core`: the package takes its place
-    if "shardstack" not in sys.modules:
-        _spec = spec_from_file_location("shardstack", __file__)
-        sys.modules["shardstack"] = module_from_spec(_spec)  # type: ignore[arg-type]
-        try:
-            _spec.loader.exec_module(sys.modules["shardstack"])  # type: ignore[union-attr]
-        except BaseException:
-            del sys.modules["shardstack"]
-            raise
-    elif not (_imported := Path(sys.modules["shardstack"].__path__[0])).samefile(_found := Path(__file__).parent):
+
+    class _ThisFolder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return spec_from_file_location(name, __file__) if name == "shardstack" else None
+
+    def __getattr__(name: str) -> object:  # another thread that imports a module from here waits for the package
+        sys.modules[__name__] = import_module("shardstack")
+        return getattr(sys.modules[__name__], name)
+
+    del __path__
+    sys.meta_path.insert(0, _ThisFolder)
+    _imported, _found = Path(import_module("shardstack").__path__[0]), Path(__file__).parent
+    sys.meta_path.remove(_ThisFolder)
+    if not _imported.samefile(_found):
         raise ImportError(
             f"there are two copies of shardstack: {_imported}, which was imported, and {_found}, which the name core "
             "finds; leave one of them on the path"

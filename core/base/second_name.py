@@ -42,7 +42,8 @@ class _SharedModules(MetaPathFinder, InspectLoader):
         if not found:
             return None
         spec = ModuleSpec(name, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
-        spec.loader_state = found  # of the module itself, which keeps it
+        # Of the module itself, which keeps it; while another thread imports it, it may have that of the second name.
+        spec.loader_state = found.loader_state if found.loader is self else found
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -56,7 +57,7 @@ class _SharedModules(MetaPathFinder, InspectLoader):
         for name, loaded in list(sys.modules.items()):
             is_whole = not getattr(getattr(loaded, "__spec__", None), "_initializing", False)
             if name.startswith(f"{_NAME}.") and is_whole:
-                sys.modules.setdefault(_SECOND + name.removeprefix(_NAME), loaded)
+                sys.modules[_SECOND + name.removeprefix(_NAME)] = loaded
 
     def get_code(self, name: str) -> CodeType | None:
         """Returns a module's code, for ``python -m core...``, which runs it as ``__main__``."""

@@ -225,7 +225,7 @@ def _remove(entry: Path) -> None:
 
 
 def temporary_folder(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.tmp")
+    return folder.absolute().with_name(f".{folder.absolute().name}.tmp")
 
 
 def publish(folder: Path) -> None:
@@ -301,7 +301,7 @@ def discard(folder: Path) -> None:
 
 
 def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+    return folder.absolute().with_name(f".{folder.absolute().name}.old")
 
 
 def _was_being_replaced(folder: Path) -> bool:

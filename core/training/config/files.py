@@ -32,15 +32,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     if (parse := _PARSERS.get(path.suffix.lower())) is None:
         raise ConfigError(f"--config {path}: the name ends in none of {', '.join(_PARSERS)}; rename it")
     try:
-        content = parse(read_file(path, CONFIG_BYTES).decode("utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"it is {brief(content)}, and no names with values")
+        content = parse(read_file(path, CONFIG_BYTES).decode("utf-8-sig"))
+        if not isinstance(content, dict | None):
+            raise ValueError(f"it holds {brief(content)}; write names with values")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"--config {path} cannot be read: {reason}") from None
     found: dict[str, list[tuple[str, Any, Any]]] = {}
     problems: list[str] = []
-    for key, value in content.items():
+    for key, value in (content or {}).items():
         section = key if key in build.TITLES and (value is None or isinstance(value, Mapping)) else ""
         for inner, entry in (value or {}).items() if section else [(key, value)]:
             place = f"{section}.{inner}" if section else str(inner)
@@ -68,7 +68,9 @@ def _setting(section: str, key: str, value: Any) -> tuple[str, Any, Any]:
         value = not value
     homes = _settings().get(name)
     if homes is None:
-        near = get_close_matches(key, [*_settings(), *_FIELDS], n=1)
+        if key in build.TITLES:
+            raise ValueError("is a section; write it once, at the top, with settings by name below it")
+        near = get_close_matches(key, [*_settings(), *_FIELDS, *build.TITLES], n=1)
         hint = FOREIGN_FLAGS.get(key.replace("_", "-")) or (f"did you mean {near[0]}?" if near else "drop it")
         raise ValueError(f"is unknown; {hint}")
     if section and section not in homes:
@@ -108,8 +110,16 @@ _FIELDS = {
 
 def _parse_yaml(text: str) -> Any:
     yaml = import_extra("yaml", "train", "A settings file of YAML")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else error

@@ -282,7 +282,7 @@ def from_json_value(hint: Any, value: Any) -> Any:
 
 def fits_fp32(value: float) -> bool:
     """Returns whether fp32 takes a number for neither 0 nor infinity, unless it is 0."""
-    return value == 0 or abs(ctypes.c_float(value).value) not in (0, math.inf)
+    return value == 0 or 0 < abs(ctypes.c_float(value).value) < math.inf
 
 
 def type_text(hint: Any) -> str:

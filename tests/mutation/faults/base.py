@@ -74,7 +74,7 @@ MUTATIONS = (
     Mutation(
         "an import by the second name binds over a function",
         "core.base.second_name._SharedModules.exec_module",
-        r"sys\.modules\.setdefault\(.*\)",
+        r"sys\.modules\[_SECOND \+ .*",
         "pass",
         (_NAMES,),
     ),

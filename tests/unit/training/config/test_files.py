@@ -174,7 +174,7 @@ def test_all_mistakes_of_a_file_are_one_error(write: Write):
         "trackers is ['wandb', 3]; it takes tuple[str, ...]",
         "tokenizer_type is unknown; it is the tokenizer.json next to the corpus; write --tokenizer-model for another",
         "position_embedding_type is 'alibi'; it takes learned_absolute | rope",
-        "data is unknown; did you mean data_path?",
+        "data is a section; write it once, at the top, with settings by name below it",
         "config is unknown; drop it",
         "num-workers is '1e999999'; it takes int",
         "fp16 is False, and optimizer.fp16 is True; drop one",
@@ -188,8 +188,7 @@ def test_all_mistakes_of_a_file_are_one_error(write: Write):
         ("a.yaml", "a: 1\nb: [2", "a.yaml cannot be read: line 2, column 6: expected"),
         ("a.toml", "a = 1\nb = = 2", "a.toml cannot be read: .*line 2, column 5"),
         ("a.json", '{"a": 1,\n2}', "a.json cannot be read: .*line 2 column 1"),
-        ("a.yaml", "- 1", r"it is \[1\], and no names with values"),
-        ("a.yaml", "", "it is None, and no names with values"),
+        ("a.yaml", "- 1", r"it holds \[1\]; write names with values"),
         ("a.yaml", "lr: 2024-13-45", "a.yaml cannot be read: month"),
         ("a.json", "[" * 100000, "a.json cannot be read: .*deep"),
         ("a.toml", "x = " + "[" * 100000, "a.toml cannot be read: "),
@@ -215,3 +214,23 @@ def test_yaml_needs_an_extra(write: Write, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(MissingExtraError, match=r"yaml.*shardstack\[train\]"):
         _parse("--config", write("run.yaml", "lr: 1"))
     assert _parse("--config", write("run.toml", "lr = 1")).optimizer.lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.yaml", "model: {num_layers: 2}\nmodel: {bf16: true}", "line 1, column 1: model is there twice"),
+        ("a.yaml", "lr: .nan", "lr is nan; it takes a number that fp32 holds"),
+        ("a.yaml", "model: [1]", "model is a section; write it once, at the top"),
+        ("a.toml", "[modle]\nlr = 1", "modle is unknown; did you mean model"),
+    ],
+)
+def test_what_a_file_may_not_hold(write: Write, name: str, text: str, says: str):
+    with pytest.raises(ConfigError) as caught:
+        read_settings(write(name, text))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
+def test_an_empty_file_sets_nothing(write: Write, name: str):
+    assert read_settings(write(name, "# nothing\n")) == {} == read_settings(write(name, "\ufeff"))
