@@ -115,10 +115,11 @@ def unwrap_model(module: nn.Module) -> nn.Module:
     return module
 
 
-def settle_parameters(module: nn.Module) -> None:
-    """Waits, if a module is a data-parallel wrapper, until its parameters are what its last step has made them."""
-    if _of_class(module, "is_model_wrapper", False) and (settle := getattr(type(module), "settle", None)):
-        settle(module)
+def settle_parameters(*modules: nn.Module) -> None:
+    """Waits for those of modules that are data-parallel wrappers: parameters are then what the last step made them."""
+    for module in modules:
+        if _of_class(module, "is_model_wrapper", False) and (settle := getattr(type(module), "settle", None)):
+            settle(module)
 
 
 def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:

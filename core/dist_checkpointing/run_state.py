@@ -80,8 +80,7 @@ class RunState:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        for chunk in self.chunks:
-            settle_parameters(chunk)  # else a module may hold what FSDP2 has gathered
+        settle_parameters(*self.chunks)  # else a module may hold what FSDP2 has gathered
         params = {param for chunk in self.chunks for param in chunk.parameters()}
         for optimizer in self.optimizers:
             kind = type(optimizer).__name__
@@ -110,8 +109,7 @@ class RunState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
-        for chunk in self.chunks:
-            settle_parameters(chunk)
+        settle_parameters(*self.chunks)
         model = {name: t for chunk in self.chunks for name, t in model_state_dict(unwrap_model(chunk)).items()}
         state: dict[str, Tensor] = {}
         for optimizer in self.optimizers:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments
+from ..base.module_protocol import settle_parameters
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks
@@ -107,7 +108,7 @@ def get_megatron_optimizer(
     model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
     model_groups = groups_of_model(model_chunks)
     model_groups = model_groups if pg_collection is None else pg_collection.filled_from(model_groups)
-    settle(model_chunks)
+    settle_parameters(*model_chunks)
     builder = _rule_builder(config, config_overrides)
 
     def make_groups(params: Sequence[MainParam]) -> list[dict[str, Any]]:
@@ -131,13 +132,6 @@ def groups_of_model(model_chunks: Sequence[nn.Module]) -> ProcessGroupCollection
     """Returns the groups of a model: those of its wrappers, or without one of `shardstack.parallel_state`."""
     plans = [chunk.plan for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     return plans[0].groups.model if plans else groups_in_effect()
-
-
-def settle(model_chunks: Sequence[nn.Module]) -> None:
-    """Frees gathered parameters, so that modules hold those that an optimizer updates."""
-    for chunk in model_chunks:
-        if isinstance(chunk, _BaseDataParallel):
-            chunk.engine.parameters.settle()
 
 
 def assemble(

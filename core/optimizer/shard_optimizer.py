@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, OptimizerError
-from ..base.module_protocol import unwrap_model
+from ..base.module_protocol import settle_parameters, unwrap_model
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..distributed.data_parallel_base import check_chunks
 from ..distributed.step_marks import is_own_optimizer
-from .distrib_optimizer import assemble, check_model, groups_of_model, settle
+from .distrib_optimizer import assemble, check_model, groups_of_model
 from .main_params import MainParam
 from .main_ranges import find_main_params
 from .optimizer import MegatronOptimizer
@@ -81,7 +81,7 @@ def shard_optimizer(
     from .torch_rule import TorchRule  # a plug-in: runs with other optimizers do not load it
 
     groups = groups_of_model(chunks)
-    settle(chunks)
+    settle_parameters(*chunks)
 
     def choose() -> dict[nn.Parameter, MainParam]:
         given = [param for group in torch_optimizer.param_groups for param in group["params"]]

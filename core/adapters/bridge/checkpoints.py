@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError
-from ...base.module_protocol import unwrap_model
+from ...base.module_protocol import settle_parameters, unwrap_model
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
@@ -98,8 +98,7 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
         model: a wrapper, or a plain model.
         keep: whether this rank needs them; else it gets an empty dict.
     """
-    if isinstance(model, _BaseDataParallel):
-        model.engine.parameters.settle()
+    settle_parameters(model)
     receivers = [rank for rank, keeps in enumerate(Ranks().all_gather(keep)) if keeps]
     stream = TensorStream(model_state_dict(unwrap_model(model)), receivers=receivers)
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
