@@ -70,13 +70,11 @@ def wrap_model(
     """
     if isinstance(config, DistributedDataParallelConfig) and not isinstance(ddp_config, DistributedDataParallelConfig):
         config, ddp_config = ddp_config, config
+    if ddp_config is None:  # a config without settings of the wrapper is refused below
+        config, ddp_config = None, DistributedDataParallelConfig() if config is None else config
     if config is None:
         own = getattr(unwrap_model(module), "config", None)
         config = own if hasattr(own, "calculate_per_token_loss") else None
-    elif ddp_config is None:
-        ddp_config = config  # refused below: these are no settings
-    if ddp_config is None:
-        ddp_config = DistributedDataParallelConfig()
     if not isinstance(module, nn.Module) or not isinstance(ddp_config, DistributedDataParallelConfig):
         raise ConfigError(
             f"wrap_model was given a {type(module).__name__} as the model and a {type(ddp_config).__name__} as the "
