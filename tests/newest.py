@@ -32,7 +32,10 @@ DOORS = {
     "megatron-core": [f"{ADAPTERS}test_megatron_lm.py"],
 }
 """Tests of each package's door."""
-PACKAGES = {"ray": "ray[train]"}
+PACKAGES = {
+    "ray": ["ray[train]"],
+    "megatron-core": ["megatron-core", "triton"],
+}  # which it imports and does not require
 """What pip installs for a door, where it is not its name."""
 
 
@@ -61,7 +64,7 @@ def main() -> int:
     if failure := _install(python, installed, "-e", ".[train,test]"):
         raise SystemExit(f"the project itself cannot be installed: {failure}")
     for door, tests in DOORS.items():
-        failure = _install(python, installed, "--upgrade", PACKAGES.get(door, door)) if door != "torch" else ""
+        failure = _install(python, installed, "--upgrade", *PACKAGES.get(door, [door])) if door != "torch" else ""
         # 5: no test was collected, which a renamed file would bring about
         command = [python, "-m", "pytest", "-q", "-m", "not long and not gpu", *tests]
         run = None if failure else subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

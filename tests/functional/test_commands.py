@@ -135,7 +135,9 @@ def test_a_model_is_verified_on_ranks_of_its_own(folder: Path):
 
 
 def test_a_program_of_the_user_is_launched(folder: Path):
-    (folder / "mine.py").write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:])\n")
+    (folder / "mine.py").write_text(
+        "import os, sys\nos.write(1, f'{os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())\n"
+    )
     out = _shardstack(folder, "launch", "--nproc-per-node", "2", "mine.py", "--help")
     assert sorted(out.splitlines()) == ["0 ['--help']", "1 ['--help']"]
 

@@ -63,7 +63,9 @@ def parse_values(
 
     paths, _ = parse_known(files, arguments)
     lower = functools.reduce(build.merge, map(read_settings, paths), dict(defaults or {}))
-    values = parse_call(collector(lower), arguments, description=description, name=name)
+    # Help alone shows them: where a program has imported pydantic, cyclopts lets it judge defaults too.
+    defaults = lower if {"-h", "--help"} & {*arguments} else dict.fromkeys(lower)
+    values = parse_call(collector(defaults), arguments, description=description, name=name)
     values.pop("config", None)
     return build.merge(lower, values)
 
@@ -153,9 +155,10 @@ def collector(defaults: dict[str, Any]) -> Any:
         if default is None or type(None) in get_args(kind):
             settings["converter"] = _value_or_none
         parameter = cyclopts.Parameter(group=groups[section], **settings)
-        annotation: Any = Annotated[kind if default is not None else kind | None, parameter]
+        shown = defaults.get(flag, default)
+        annotation: Any = Annotated[kind if shown is not None else kind | None, parameter]
         parameters[flag] = inspect.Parameter(
-            flag, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(flag, default), annotation=annotation
+            flag, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=annotation
         )
 
     for name, (section, kind, text) in build.SHORTHANDS.items():

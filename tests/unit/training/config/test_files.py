@@ -99,6 +99,7 @@ def test_sections_and_names_of_flags_are_settings(write: Write, name: str, text:
     ],
 )
 def test_the_file_of_a_run_gives_its_settings(write: Write, flags: str):
+    pytest.importorskip("pydantic")  # which cyclopts uses where a program has imported it
     config = _parse(*flags.split())
     file = write("config.json", json.dumps(config.to_json()))
     for defaults in (DEFAULTS, {}, {**DEFAULTS, "use_torch_fsdp2": True, "bf16": True, "group_query_attention": None}):
