@@ -273,13 +273,17 @@ class TorchState:
         none is reduced it adds up those of a weight that is used twice in the dtype of the reduction.
         """
         for group in self.tensors.groups if ONE_WHOLE_GRADIENT else []:
-            for parameter in group._fsdp_params_with_wider_grad_dtype:
+            for parameter in group.fsdp_params:
                 gathered = getattr(parameter, "_unsharded_param", None)
                 if gathered is None or not gathered.requires_grad:
+                    continue
+                if parameter.unsharded_grad_dtype in (None, gathered.dtype):
                     continue
                 gathered.grad_dtype = None  # any: torch sets it so too, and casts the sums after a backward
                 if gathered not in self._rounded:
                     self._rounded.add(gathered)
+                    if parameter not in group._fsdp_params_with_wider_grad_dtype:  # fp16, reduced in bf16
+                        group._fsdp_params_with_wider_grad_dtype.append(parameter)
                     gathered.register_hook(
                         lambda gradient, dtype=gathered.dtype: gradient.to(dtype).to(gradient.dtype)
                     )

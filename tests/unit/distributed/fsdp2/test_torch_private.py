@@ -66,6 +66,7 @@ OF_SOME_VERSIONS = {
     ("FSDPState", "_reset_iter_state"),
     ("FSDPStateContext", "manual_backward_finalization_active"),
     ("FSDPParamGroup", "_fsdp_params_with_wider_grad_dtype"),
+    ("FSDPParam", "unsharded_grad_dtype"),
     ("FSDPCommContext", "reduce_scatter_state"),
     ("FSDPCommContext", "reduce_scatter_states"),
 }

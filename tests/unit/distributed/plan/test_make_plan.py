@@ -83,7 +83,10 @@ def test_the_plan_of_fsdp2_is_what_torch_has_been_given(name: str, ranks: int):
     parameters = dict(module.named_parameters())
     for key, unit in units.items():
         group = found[key]
-        assert unit.precision == group.mp_policy and unit.is_needed_in_backward == group.unshard_in_backward
+        assert (
+            unit.precision == group.fsdp_params[0].mp_policy
+            and unit.is_needed_in_backward == group.unshard_in_backward
+        )
         assert unit.is_freed == (group.post_forward_mesh_info is not None)
         for param in unit.params:
             of_torch = next(p for p in group.fsdp_params if _name(module, p) == param.name)
