@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -292,4 +293,4 @@ def type_text(hint: Any) -> str:
         return " | ".join(type_text(kind) for kind in kinds if kind is not NoneType and get_origin(kind) != Callable)
     if get_origin(hint) is Literal:
         return " | ".join(map(str, kinds))
-    return str(hint).replace("typing.", "") if kinds else hint.__name__
+    return re.sub(r"(\w+\.)+(?=\w)", "", str(hint)) if kinds else hint.__name__

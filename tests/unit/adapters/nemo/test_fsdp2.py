@@ -121,8 +121,8 @@ def test_offload_recomputation_and_default_precision_take_effect() -> None:
 
     half = hugging_face_model("llama")
     fsdp2_strategy_parallelize(half, mesh)  # by default bf16, reduced in fp32
-    group = half._get_fsdp_state()._fsdp_param_group
-    assert (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    policy = half._get_fsdp_state()._fsdp_param_group.fsdp_params[0].mp_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     loss_of(half, tokens).backward()
     found = {n: full(p.grad) for n, p in half.named_parameters()}
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
