@@ -107,7 +107,8 @@ def test_every_field_changes_something_or_warns() -> None:
             states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
             groups = [state._fsdp_param_group for state in states]
             shown += tuple(
-                (g.mp_policy, str(type(g.offload_policy)), g.post_forward_mesh_info is None) for g in groups
+                (g.fsdp_params[0].mp_policy, str(type(g.offload_policy)), g.post_forward_mesh_info is None)
+                for g in groups
             )
             with CountedTraffic() as traffic, model.accumulation_context(False):
                 model(batch(0, 0, dist.get_rank())).backward()
