@@ -47,7 +47,7 @@ def test_a_models_own_hook_decides_its_units() -> None:
     assert FullyShardTransform(config, MeshCollective(), CPU).apply(model) is model
     assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == ["", "layers.1"]
     group = model.layers[1]._get_fsdp_state()._fsdp_param_group
-    assert group.post_forward_mesh_info is not None and group.mp_policy.param_dtype == torch.bfloat16
+    assert group.post_forward_mesh_info is not None and group.fsdp_params[0].mp_policy.param_dtype == torch.bfloat16
     model(batch(0, 0, dist.get_rank())).backward()
     wrapped = DDPTransform(DDPTransformConfig(), MeshCollective(), CPU).apply(_Hooked())
     assert wrapped.make_parameter_groups() == wrapped.module.make_parameter_groups()
