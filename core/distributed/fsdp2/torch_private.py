@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
@@ -26,6 +28,9 @@ from ..step_marks import mark_as_gathered, mark_of
 
 ONE_WHOLE_GRADIENT = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
 """Whether torch keeps whole gradients in the gathered parameter alone (2.15), also in the dtype of their reduction."""
+
+_ROUNDING = "round_to_computed"
+"""The key of that method's hook, among torch's numbers, in the hooks of a parameter: it is there for good."""
 
 _NAMES = {
     "FSDPState": "_pre_forward _post_forward _pre_backward _root_post_backward_final_callback _lazy_init _state_ctx "
@@ -249,7 +254,6 @@ class TorchState:
         # ``requires_grad`` of each gathered parameter when `keep_changes` last looked; a parameter is here once it has
         # been gathered.
         self._trained: dict[Any, bool] = {}
-        self._rounded = set[nn.Parameter]()  # gathered parameters with the hook of `round_to_computed`, for good
         for parameter in self.tensors.parameters:
             if parameter.sharded_param._backward_hooks is None:
                 parameter.sharded_param._backward_hooks = OrderedDict()
@@ -280,13 +284,15 @@ class TorchState:
                 if parameter.unsharded_grad_dtype in (None, gathered.dtype):
                     continue
                 gathered.grad_dtype = None  # any: torch sets it so too, and casts the sums after a backward
-                if gathered not in self._rounded:
-                    self._rounded.add(gathered)
-                    if parameter not in group._fsdp_params_with_wider_grad_dtype:  # fp16, reduced in bf16
-                        group._fsdp_params_with_wider_grad_dtype.append(parameter)
-                    gathered.register_hook(
-                        lambda gradient, dtype=gathered.dtype: gradient.to(dtype).to(gradient.dtype)
-                    )
+                hooks = _share_hooks(parameter)
+                if _ROUNDING in hooks:
+                    continue
+                if parameter not in group._fsdp_params_with_wider_grad_dtype:  # fp16, reduced in bf16
+                    group._fsdp_params_with_wider_grad_dtype.append(parameter)
+                of_program = dict(hooks)
+                hooks.clear()  # torch calls them in the order of a plain dict, and a program's come after
+                hooks[_ROUNDING] = partial(_round, gathered.dtype, getattr(gathered, "device_mesh", None))
+                hooks.update(of_program)
 
     def drop_unsharded_gradients(self) -> None:
         """Drops whole gradients, as after a step that was abandoned."""
@@ -411,8 +417,7 @@ class TorchState:
                 if gathered.requires_grad != self._trained.get(parameter, gathered.requires_grad):
                     shard.requires_grad_(gathered.requires_grad)
                 self._trained[parameter] = gathered.requires_grad
-                if gathered._backward_hooks is not shard._backward_hooks:
-                    gathered._backward_hooks = shard._backward_hooks
+                _share_hooks(parameter)
 
     def reject_assigned(self, *, takes_shards: bool = False) -> None:
         """Raises unless modules hold the parameters that FSDP2 has set on them.
@@ -424,6 +429,18 @@ class TorchState:
             UnitError: names the parameter.
         """
         _reject_assigned(self.tensors.parameters, takes_shards)
+
+
+def _share_hooks(parameter: Any) -> dict[Any, Any]:
+    gathered, shard = parameter._unsharded_param, parameter.sharded_param
+    if gathered._backward_hooks is not shard._backward_hooks:
+        gathered._backward_hooks = shard._backward_hooks
+    return shard._backward_hooks
+
+
+def _round(dtype: torch.dtype, mesh: DeviceMesh | None, gradient: Tensor) -> Tensor:
+    # The shard has the same hooks (`keep_changes`). What a program sends to it has another mesh, and was not rounded.
+    return gradient.to(dtype).to(gradient.dtype) if getattr(gradient, "device_mesh", None) == mesh else gradient
 
 
 def _reject_unknown_torch(state: Any, groups: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -174,8 +175,10 @@ def test_micro_batches_under_way_are_those_of_a_long_step():
     assert short.hardware_flops * 2 == long.hardware_flops
     passes = {(stage, forward, number) for stage in range(4) for forward in (True, False) for number in range(12)}
     assert {each for of_rank in long.schedule.values() for each in of_rank} == passes
-    # Six micro-batches more: each receives three times and sends three times, `[s, b, h]` in fp32.
-    assert long.peak.nbytes - short.peak.nbytes == 6 * (3 + 3) * 64 * 2 * 64 * 4
+    # Six micro-batches more: each sends three times, `[s, b, h]` in fp32, and receives three times, into memory that
+    # torch before 2.15 keeps.
+    kept = 3 if find_spec("torch.distributed.pipelining._recv_buffers") is None else 0
+    assert long.peak.nbytes - short.peak.nbytes == 6 * (3 + kept) * 64 * 2 * 64 * 4
 
 
 def test_offloaded_activations_are_no_memory_of_an_accelerator():

@@ -42,7 +42,6 @@ WAIT: dict[str, Callable[[Tensor], Any]] = {
     "mask in bytes": lambda x: x[(x > 0).byte()],
     "mask of rows": lambda x: x.view(3, 1)[x > 0, 0],
     "write by mask": lambda x: _write(x, x > 0, x[:1]),
-    "write a number by mask": lambda x: _write(x, x > 0, 0.0),
     "nonzero": lambda x: x.nonzero(),
     "where": lambda x: torch.where(x > 0),
     "masked_select": lambda x: x.masked_select(x > 0),
