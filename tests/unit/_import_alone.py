@@ -28,7 +28,7 @@ def _canonical(name: str) -> str:
 def _hidden_packages() -> set[str]:
     """Returns the top-level packages of every installed distribution that torch and numpy do not require."""
     allowed = {"shardstack"}
-    waiting = ["torch", "numpy"]
+    waiting = ["torch", "numpy", "triton"]  # a torch that is built for a GPU comes with triton, and warns without it
     while waiting:
         name = _canonical(waiting.pop())
         if name in allowed:

@@ -45,7 +45,8 @@ def test_one_rank_prints_its_traceback_without_core(launch):
     assert other == "the same error"
     lines = first.splitlines()
     assert lines[:2] == ["rank 0 of 2:", "Traceback (most recent call last):"]
-    assert [line.strip() for line in lines if "File" not in line][2:4] == ["mine()", "check_positive({'size': 0})"]
+    source = [line.strip() for line in lines if "File" not in line and line.strip("~^ ")]  # since 3.13 with marks
+    assert source[2:4] == ["mine()", "check_positive({'size': 0})"]
     assert re.fullmatch(r"  \.\.\. 1 frame in shardstack: see \S+\.txt", lines[-2])
     assert lines[-1] == "shardstack.base.errors.ConfigError: size is 0; it takes a positive number"
     assert "core/base/errors.py" not in err and "tracebacks.py" not in err and "runpy" not in err
