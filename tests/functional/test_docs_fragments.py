@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def _fragments() -> list[tuple[str, str]]:
     return [(page, block) for page, block in found if block.startswith(FRAGMENT) and page not in RUN_ELSEWHERE]
 
 
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs the extra hf")
 @pytest.mark.parametrize(("page", "program"), _fragments(), ids=lambda value: value if value in CONTEXTS else "")
 @on_ranks(2)
 def test_a_fragment_runs_with_what_it_takes_for_granted(page: str, program: str) -> None:
