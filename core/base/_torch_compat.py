@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -39,10 +39,22 @@ def group_of_name(name: str) -> ProcessGroup:
     return group
 
 
-def num_groups_of_this_rank() -> int:
-    """Returns the number of process groups of this rank, which torch puts into names of groups made by their members
-    alone: with another number there the members would wait for each other."""
-    return len(vars(dist.distributed_c10d)["_world"].pg_names)
+def named_group(name: str, ranks: Sequence[int], timeout: timedelta | None = None) -> ProcessGroup:
+    """Makes a group of some ranks, which only they call. `name` is new to each of them.
+
+    Torch names such a group by its ranks and a count: of the groups that a rank is in, before 2.15, or of its calls.
+    Ranks with other counts use other names, and wait for each other. From 2.15 on the call itself is counted, on these
+    ranks alone, and the next group that all ranks make hangs. The function that is replaced names and counts groups;
+    under another name of it both hangs come back.
+    """
+    torch_names: Any = vars(dist.distributed_c10d)
+    by_count = torch_names["_process_group_name"]
+    torch_names["_process_group_name"] = lambda *_, **__: name
+    try:
+        group: ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        torch_names["_process_group_name"] = by_count
+    return group
 
 
 def reduce_parameters_without_gradient(module: FSDPModule) -> None:

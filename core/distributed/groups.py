@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import process_groups
 from ..base import device
-from ..base._torch_compat import num_groups_of_this_rank
+from ..base._torch_compat import named_group
 from ..base.errors import ParallelConfigError, ParallelStateError
 from ..comm.collectives import all_reduce_by_backend
 from ..process_groups import ParallelGroups
@@ -185,13 +185,22 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     """
     backend = group._get_backend(torch.device(device.device_type()))
     ranks = dist.get_process_group_ranks(group)
-    _equalize_numbers_of_groups(group)
+    number = torch.tensor(_next_number, device=device.current_device())
+    all_reduce_by_backend(number, group, what="the number of process groups", op=dist.ReduceOp.MAX)
     # torch's ``fake`` backend has no options, and its collectives nothing to wait for
     timeout: timedelta | None = backend.options._timeout if backend.options is not None else None
-    group_of_members: dist.ProcessGroup = dist.new_group(
-        [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
-    )
-    return group_of_members
+    return _numbered_group(int(number), [ranks[member] for member in members], timeout)
+
+
+def _numbered_group(number: int, ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Makes a group of ranks that agree on a number, which is at least the `_next_number` of each of them."""
+    global _next_number
+    _next_number = number + 1
+    return named_group(f"shardstack-{min(ranks)}-{number}", ranks, timeout)
+
+
+_next_number = 0
+"""For names of groups. No group of this rank has had it or a larger one. `_numbered_group` raises it."""
 
 
 def neighbour_groups(group: dist.ProcessGroup, sizes: Iterable[int | None]) -> Mapping[int | None, dist.ProcessGroup]:
@@ -201,19 +210,6 @@ def neighbour_groups(group: dist.ProcessGroup, sizes: Iterable[int | None]) -> M
         first = group.rank() // size * size
         groups[size] = subgroup(group, range(first, first + size))
     return groups
-
-
-def _equalize_numbers_of_groups(group: dist.ProcessGroup) -> None:
-    """Makes every rank of `group` a member of equally many groups, by groups of one rank.
-
-    Torch names a group that only its members make by their ranks and by how many groups this rank is in. Under
-    different names they would wait for each other.
-    """
-    count = num_groups_of_this_rank()
-    largest = torch.tensor(count, device=device.current_device())
-    all_reduce_by_backend(largest, group, what="the number of process groups", op=dist.ReduceOp.MAX)
-    for _ in range(int(largest) - count):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -228,11 +224,11 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _lone_group() -> dist.ProcessGroup:
-    """Returns a group of this rank alone, made once: torch names two of them alike once other groups are destroyed."""
+    """Returns a group of this rank alone, made once."""
     world = dist.distributed_c10d._get_default_group()
     group = _lone_groups.get(world)
     if group is None or _is_destroyed(group):
-        group = _lone_groups[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        group = _lone_groups[world] = _numbered_group(_next_number, [dist.get_rank()])
     return group
 
 

@@ -25,7 +25,6 @@ import faulthandler
 import functools
 import gc
 import inspect
-import itertools
 import os
 import pickle
 import random
@@ -213,7 +212,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str)
     """Joins the group, then answers jobs until the pipe closes: the life of one rank."""
     from core.comm import record
 
-    global _port, _points
+    global _port, _points, _job
     _port, _points = port, _connect(port)
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTACK_DEVICE="cpu", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -233,7 +232,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str)
             return
         with process_state_kept():
             try:
-                _restart_group_names()
+                _job += 1
                 _seed_everything()
                 answer = (True, getattr(fn, "body", fn)(*args))
                 _check_left_nothing_behind()
@@ -308,20 +307,8 @@ _undone_after_the_job = ExitStack()
 """Patches of this rank. `give_up_soon` and `_listen_often` add; `_tear_down` undoes them."""
 
 
-_hash_ranks_to_str = dist.distributed_c10d._hash_ranks_to_str
-_jobs = itertools.count()
 _job = -1
-"""Number of the job, the same on all ranks: set when it begins."""
-
-
-def _restart_group_names() -> None:
-    """Gives groups that torch names after their ranks (local synchronisation) names that no earlier job used.
-
-    Under an old name a rank would find the addresses of the old group in the store, where no rank listens anymore.
-    """
-    global _job
-    _job = job = next(_jobs)
-    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: f"{_hash_ranks_to_str(ranks)}-{job}"
+"""Number of the job, the same on all ranks. `_serve` raises it when a job begins."""
 
 
 def _check_left_nothing_behind() -> None:

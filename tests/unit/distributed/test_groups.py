@@ -100,3 +100,19 @@ def test_a_group_of_some_ranks_made_earlier_is_no_hang() -> None:
     model = build("zero3", Stack(layers=2), unit_classes=(nn.Linear,), group=dist.new_group([0, 1]))
     model(torch.ones(2, 6)).sum().backward()
     model.finish_grad_sync()
+
+
+@on_ranks(2)
+def test_groups_of_some_ranks_leave_torchs_count_alone() -> None:
+    ranks, number = dist.get_process_group_ranks(dist.group.WORLD), dist.distributed_c10d.get_pg_count()
+    alone = _alone()
+    if dist.get_rank() == 1:
+        assert dist.get_process_group_ranks(twin_group(alone)) == [1]
+        assert dist.distributed_c10d.get_pg_count() == number + 2  # those of `_alone`
+    twin, again = twin_group(dist.group.WORLD), twin_group(twin_group(dist.group.WORLD))
+    after = dist.new_group(ranks)  # torch names it by its count
+    for group in (twin, again, after):
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+        assert total == 2
+    assert len({group.group_name for group in (dist.group.WORLD, twin, again, after)}) == 4

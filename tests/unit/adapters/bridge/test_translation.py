@@ -23,8 +23,11 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def _check(package: str, found: str | None) -> None:
     version = mock.Mock(side_effect=metadata.PackageNotFoundError) if found is None else mock.Mock(return_value=found)
-    known = mock.patch.object(translation.util, "find_spec")  # the package need not be installed
-    with mock.patch.object(translation.metadata, "version", version), known:
+    spec = mock.Mock(return_value=object())  # installed, also where extras are not
+    with (
+        mock.patch.object(translation.metadata, "version", version),
+        mock.patch.object(translation.util, "find_spec", spec),
+    ):
         translation.check_version(package, "core.adapters.some_adapter")
 
 
