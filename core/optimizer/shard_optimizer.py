@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.errors import ConfigError, OptimizerError
+from ..base.errors import ConfigError, OptimizerError, warn_once
 from ..base.module_protocol import settle_parameters, unwrap_model
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..distributed.data_parallel_base import check_chunks
@@ -99,10 +99,10 @@ def shard_optimizer(
     found = stages.on_all(choose)
     sizes = stages.all_gather([len(group["params"]) for group in torch_optimizer.param_groups])
     empty = [index for index, of_group in enumerate(zip(*sizes, strict=False)) if not any(of_group)]
-    if empty:
-        raise OptimizerError(
-            f"group {empty[0]} of {name} has no parameter; leave it out, or look at the condition that chose its "
-            "parameters: their names may begin otherwise"
+    if empty:  # as of a trainer that decays no weight of an adapter
+        warn_once(
+            f"group {empty[0]} of {name} has no parameter; if it was to have some, look at the condition that chose "
+            "them: their names may begin otherwise"
         )
     rule = stages.on_all(lambda: TorchRule(torch_optimizer, found))
     optimizer = assemble(config, chunks, list(found.values()), rule, groups)
