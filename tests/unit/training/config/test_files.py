@@ -221,6 +221,8 @@ def test_yaml_needs_an_extra(write: Write, monkeypatch: pytest.MonkeyPatch):
     ("name", "text", "says"),
     [
         ("a.yaml", "model: {num_layers: 2}\nmodel: {bf16: true}", "line 1, column 1: model is there twice"),
+        ("a.json", '{"lr": 1, "seed": 2, "lr": 1}', "not valid JSON (lr is there twice)"),
+        ("a.json", '{"model": {"num_layers": 2, "num_layers": 3}}', "not valid JSON (num_layers is there twice)"),
         ("a.yaml", "lr: .nan", "lr is nan; it takes a number that fp32 holds"),
         ("a.yaml", "model: [1]", "model is a section; write it once, at the top"),
         ("a.toml", "[modle]\nlr = 1", "modle is unknown; did you mean model"),
