@@ -78,14 +78,17 @@ def read_json(path: Path, limit_bytes: int = CONFIG_BYTES) -> Any:
     return parse_json(text)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, **options: Any) -> Any:
     """Parses a JSON text.
+
+    Args:
+        options: of `json.loads`. A hook may raise ValueError.
 
     Raises:
         BoundsError: the text is not JSON, is nested too deep, or has a number of too many digits.
     """
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_integer, **options)
     except RecursionError:
         raise BoundsError(f"not valid JSON: it is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:

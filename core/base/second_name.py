@@ -39,8 +39,8 @@ class _SharedModules(MetaPathFinder, InspectLoader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         own_name = _own_name(name, core_is_ours=True)
         found = own_name and find_spec(own_name)
-        if not found:
-            return None
+        if not found:  # a package that is reloaded stays what it is: in a checkout Python would find `shardstack.py`
+            return target.__spec__ if target and name == _NAME else None
         spec = ModuleSpec(name, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
         # Of the module itself, which keeps it; while another thread imports it, it may have that of the second name.
         spec.loader_state = found.loader_state if found.loader is self else found

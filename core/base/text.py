@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import TypeVar
@@ -80,6 +80,12 @@ def choices(value: str, allowed: Iterable[str], optional: bool = False) -> str:
     if not names:
         return "there is none to choose from"
     return f"{nearest}it takes {'None or ' * optional}one of {join_parts(names, _NUM_CHOICES, ', ')}"
+
+
+def nearest(word: str, names: Collection[str], otherwise: str = "see --help") -> str:
+    """Suggests the name that an unknown word is nearest to, whole or cut off: ``did you mean --nproc-per-node?``"""
+    known = {name[: len(word)]: name for name in names} | {name: name for name in names}
+    return next((f"did you mean {known[near]}?" for near in get_close_matches(word, known, n=1)), otherwise)
 
 
 def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[[T, T], bool]) -> list[list[T]]:

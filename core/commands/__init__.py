@@ -12,12 +12,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, ShardstackError
+from ..base.text import nearest
 
 USER_ERROR_STATUS = 2
 
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif name == "--version":
         sys.stdout.write(f"shardstack {import_module(_PACKAGE).__version__}\n")
     elif name not in commands:
-        near = "".join(f"did you mean {other}? " for other in get_close_matches(name, commands, n=1))
-        return _refuse(f"{name!r} is no command; {near}there are {', '.join(commands)}")
+        return _refuse(f"{name!r} is none of the commands {', '.join(commands)}; {nearest(name, commands)}")
     elif _HELP & {*(words[:1] if name == "launch" else words)}:  # a program that is launched has its own help
         if os.environ.get("RANK", "0") == "0":
             _print_help(name)

@@ -11,7 +11,6 @@ Exit status: 0, or 2 if it cannot be read.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from ..base.command_line import CommandParser
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError, MissingExtraError
 from ..base.text import aligned, fold_numbered, numbered_name, readable_bytes
@@ -44,7 +44,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m shardstack.dist_checkpointing.inspect"
 ) -> int:
     """Runs the command. Returns its exit status."""
-    parser = argparse.ArgumentParser(prog=program, description=str(__doc__).split("\n")[0])
+    parser = CommandParser(prog=program, description=str(__doc__).split("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a run's folder, or a model of Hugging Face's")
     parser.add_argument("--expand", action="store_true", help="list every tensor, with its hash")
     parser.add_argument(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import device
+from ..base.command_line import CommandParser
 from ..rendezvous import default_group
 from ..rendezvous.launchers import set_launcher_variables
 from ..training.launch.__main__ import run_ranks
@@ -65,7 +66,7 @@ def _say(text: str) -> None:
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program, description="Trains a model under every wrapper and says whether, and where, the numbers part."
     )
     parser.add_argument("build", metavar="module:function", help="builds the model; see docs/verify.md")

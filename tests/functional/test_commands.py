@@ -115,7 +115,9 @@ def test_mistakes_are_one_line_with_status_2(folder: Path):
     ended = _forked(folder, "train", "--max-restarts", "1", ranks=2, status=2)
     assert "Unknown option: --max-restarts" in one_line(ended)
     ended = _forked(folder, "train", "--nproc-per-node", "x", status=2)
-    assert "shardstack train: error: argument --nproc-per-node" in ended.err
+    assert one_line(ended) == "error: argument --nproc-per-node: invalid int value: 'x'; see --help"
+    ended = _forked(folder, "verify", "my_module:build", "--nproc", "2", "--step-count=3", ranks=2, status=2)
+    assert one_line(ended) == "error: unrecognized arguments: --step-count=3; did you mean --steps?"
     ended = _forked(folder, "verify", "my_module:build", status=2, device="tpu")
     assert "SHARDSTACK_DEVICE is 'tpu'" in one_line(ended)
     assert "missing: --num-layers" in one_line(_forked(folder, "plan", status=2))

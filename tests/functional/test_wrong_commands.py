@@ -142,7 +142,7 @@ CASES = {
         program="generate",
     ),
     "generating with an unknown flag": Wrong(
-        "Did you mean --prompt?", ("--load", ".", "--prompts", "x"), program="generate"
+        "did you mean --prompt?", ("--load", ".", "--prompts", "x"), program="generate"
     ),
     "generating nothing": Wrong("--num-tokens is 0", ("--num-tokens", "0"), damage=_intact, program="generate"),
     "generating from no checkpoint": Wrong("holds no checkpoint", ("--load", "."), program="generate"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,17 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import torch
 
 from ...base.errors import ConfigError, import_extra
+from ...base.megatron_names import FOREIGN_FLAGS
+from ...base.text import nearest
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ..launch.entry import environment_rank
+from ..launch.processes import say
 from . import build
-from .files import read_settings
+from .files import PARSERS, read_settings
 from .pretrain_config import PretrainConfig, fits_fp32, section_types
 
 Result = TypeVar("Result")
+_OF_LAUNCHER = json.loads((Path(__file__).parents[1] / "launch" / "flags.json").read_text("utf-8"))
 _library = functools.partial(import_extra, extra="train", purpose="Reading command-line flags")
 
 
@@ -47,6 +52,7 @@ def parse_values(
     """Returns the settings that a command line makes, by field name.
 
     A file that ``--config`` names overrides the program's defaults, a later file an earlier one, and flags all files.
+    Where flags choose another wrapper, the file's settings that it does not have are dropped, and a line names them.
 
     Args:
         arguments: the command line after the program's name.
@@ -66,21 +72,16 @@ def parse_values(
     # Help alone shows them: where a program has imported pydantic, cyclopts lets it judge defaults too.
     defaults = lower if {"-h", "--help"} & {*arguments} else dict.fromkeys(lower)
     values = parse_call(collector(defaults), arguments, description=description, name=name)
-    values.pop("config", None)
-    return build.merge(lower, values)
+    merged = build.merge(lower, values)
+    lost = build.of_other_wrappers(merged) - values.keys() if paths and build.ALTERNATIVES[0] & values.keys() else {}
+    if lost and environment_rank() == 0:
+        say(f"warning: dropped from --config, since the wrapper of the flags has none: {', '.join(sorted(lost))}")
+    return {name: value for name, value in merged.items() if name not in {*lost, "config"}}
 
 
 def parse_known(function: Callable[..., Result], arguments: Sequence[str]) -> tuple[Result, list[str]]:
     """Calls `function` with its own flags of a command line. Returns its result, and all other words."""
-    cyclopts = _library("cyclopts")
-    parameter = cyclopts.Parameter(allow_repeating=True, converter=_value)
-    app = cyclopts.App(version_flags=[], help_flags=[], default_parameter=parameter)
-    app.default(function)
-    try:
-        _, bound, rest, _ = app.parse_known_args(list(arguments))
-    except cyclopts.CycloptsError as error:
-        error.verbose = False
-        raise ConfigError(" ".join(str(error).split())) from None
+    bound, rest = _bind(_app(function, help_flags=[]), arguments)
     return function(*bound.args, **bound.kwargs), rest
 
 
@@ -96,39 +97,50 @@ def parse_call(
         ConfigError: a flag is unknown, or a value has the wrong type.
         MissingExtraError: cyclopts is not installed.
     """
-    cyclopts = _library("cyclopts")
-    app = cyclopts.App(
-        name=name,
-        help=description,
-        version_flags=[],
-        help_format="plaintext",
-        # The last one wins, as in Megatron-LM's parser.
-        default_parameter=cyclopts.Parameter(allow_repeating=True, converter=_value),
-    )
-    app.default(function)
+    app = _app(function, name=name, help=description, help_format="plaintext")
     if {"-h", "--help"} & set(arguments):
         if environment_rank() == 0:
             app.help_print([])
         raise SystemExit(0)
-    try:
-        _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
-    except cyclopts.UnknownOptionError as error:
-        hint = build.hint_for_foreign_flag(error.token.keyword or "")
-        raise ConfigError(hint or " ".join(str(error).split())) from None
-    except cyclopts.UnusedCliTokensError as error:
-        stray = " ".join(map(repr, error.unused_tokens or []))
-        raise ConfigError(f"unexpected value {stray}; every value follows its flag, see --help") from None
-    except cyclopts.MissingArgumentError as error:
-        given = {word.partition("=")[0].replace("_", "-") for word in arguments}
-        entries = inspect.signature(function).parameters.values()
-        required = [f"--{entry.name.replace('_', '-')}" for entry in entries if entry.default is entry.empty]
-        missing = [flag for flag in required if flag not in given]
-        raise ConfigError(
-            f"missing: {', '.join(missing)}; see --help" if missing else " ".join(str(error).split())
-        ) from None
-    except cyclopts.CycloptsError as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+    bound, unused = _bind(app, arguments)
+    if unused or bound is None:
+        raise ConfigError(_mistake(app.assemble_argument_collection(), arguments, unused))
     return function(*bound.args, **bound.kwargs)
+
+
+def _app(function: Callable[..., Any], **settings: Any) -> Any:
+    cyclopts = _library("cyclopts")
+    # The last one wins, as in Megatron-LM's parser.
+    parameter = cyclopts.Parameter(allow_repeating=True, converter=_value)
+    app = cyclopts.App(version_flags=[], default_parameter=parameter, **settings)
+    app.default(function)
+    return app
+
+
+def _bind(app: Any, arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """Returns the arguments of an app's function, None if a required one is missing, and words that are none."""
+    cyclopts = _library("cyclopts")
+    try:
+        _, bound, unused, _ = app.parse_known_args(list(arguments))
+    except cyclopts.CycloptsError as error:
+        error.verbose, bound, unused = False, None, error.unused_tokens
+        if not isinstance(error, cyclopts.MissingArgumentError) or error.keyword:
+            raise ConfigError(" ".join(str(error).split())) from None
+    return bound, unused
+
+
+def _mistake(flags: Any, arguments: Sequence[str], unused: Sequence[str]) -> str:
+    """Says which words of a command line are wrong, or else what is missing, which a wrong one may mean."""
+    known = [name for flag in flags for name in flag.names]
+    if unknown := next((word.partition("=")[0].replace("_", "-") for word in unused if word.startswith("--")), ""):
+        known += [f"--{name.replace('_', '-')} of the launcher" for name in _OF_LAUNCHER]
+        return f"Unknown option: {unknown}: {FOREIGN_FLAGS.get(unknown[2:]) or nearest(unknown, known)}"
+    if unused and "--config" in known and Path(unused[0]).suffix.lower() in PARSERS:
+        return f"{unused[0]!r} is no flag; did you mean --config {unused[0]}?"
+    if unused:
+        return f"unexpected value {' '.join(map(repr, unused))}; every value follows its flag, see --help"
+    given = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    return f"missing: {', '.join(f.name for f in flags if f.required and not given & {*f.names})}; see --help"
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError, ParallelConfigError, raise_together
-from ...base.megatron_names import FOREIGN_FLAGS
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
@@ -33,6 +32,13 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {entry.name: entry.default for wrapper in _OTHER_WRAPPERS for entry in fields(wrapper)}
         dropped |= {name for name, value in lower.items() if defaults.get(name, MISSING) == value} - ALTERNATIVES[0]
     return {name: value for name, value in lower.items() if name not in dropped} | dict(upper)
+
+
+def of_other_wrappers(settings: Mapping[str, Any]) -> set[str]:
+    """Returns the names of those settings that the wrapper which they choose does not have, and another one has."""
+    strategy = settings.get("data_parallel_sharding_strategy") or "no_shard"
+    chosen = section_types(FSDP2 if settings.get("use_torch_fsdp2") else strategy)["ddp"]
+    return settings.keys() & _field_names(TorchFullyShardedDataParallelConfig) - _field_names(chosen)
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
@@ -151,9 +157,3 @@ of the others in lower layers."""
 
 TITLES: dict[str, str] = _TABLES["titles"]
 """Headings of ``--help``, by section."""
-
-
-def hint_for_foreign_flag(flag: str) -> str | None:
-    """Returns a line about a flag of Megatron-LM that does not exist here, or None for any other flag."""
-    name = flag.lstrip("-").replace("_", "-")
-    return f"Unknown option: --{name}: {FOREIGN_FLAGS[name]}" if name in FOREIGN_FLAGS else None

@@ -6,13 +6,13 @@ import functools
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ...base.errors import ConfigError, import_extra, raise_together
 from ...base.files import CONFIG_BYTES, brief, parse_json, read_file
 from ...base.megatron_names import FOREIGN_FLAGS
+from ...base.text import nearest
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from . import build
 from .pretrain_config import from_json_value, section_types
@@ -29,8 +29,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             value of the wrong type.
         MissingExtraError: pyyaml is not installed.
     """
-    if (parse := _PARSERS.get(path.suffix.lower())) is None:
-        raise ConfigError(f"--config {path}: the name ends in none of {', '.join(_PARSERS)}; rename it")
+    if (parse := PARSERS.get(path.suffix.lower())) is None:
+        raise ConfigError(f"--config {path}: the name ends in none of {', '.join(PARSERS)}; rename it")
     try:
         content = parse(read_file(path, CONFIG_BYTES).decode("utf-8-sig"))
         if not isinstance(content, dict | None):
@@ -70,9 +70,8 @@ def _setting(section: str, key: str, value: Any) -> tuple[str, Any, Any]:
     if homes is None:
         if key in build.TITLES:
             raise ValueError("is a section; write it once, at the top, with settings by name below it")
-        near = get_close_matches(key, [*_settings(), *_FIELDS, *build.TITLES], n=1)
-        hint = FOREIGN_FLAGS.get(key.replace("_", "-")) or (f"did you mean {near[0]}?" if near else "drop it")
-        raise ValueError(f"is unknown; {hint}")
+        near = nearest(key, [*_settings(), *_FIELDS, *build.TITLES], "drop it")
+        raise ValueError(f"is unknown; {FOREIGN_FLAGS.get(key.replace('_', '-')) or near}")
     if section and section not in homes:
         raise ValueError(f"is in the wrong section; it belongs to {' and '.join(homes)}")
     hint, default = homes[section] if section else next(iter(homes.values()))
@@ -126,9 +125,17 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(place) from None
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        raise ValueError(f"{max(names, key=names.count)} is there twice")
+    return dict(pairs)
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
     ".toml": tomllib.loads,
-    ".json": parse_json,
+    ".json": functools.partial(parse_json, object_pairs_hook=_once),
 }
+"""What reads a file, by the end of its name."""

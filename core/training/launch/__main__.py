@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
+from ...base.command_line import CommandParser
 from ...base.device import device_type
 from ...base.errors import ConfigError
 from ...base.text import rank_list
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str], program: str = "python -m shardstack.training
 
 
 def _parse(arguments: Sequence[str], program: str, script: str = "") -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program, description=_DESCRIPTION, allow_abbrev=not script)
+    parser = CommandParser(prog=program, description=_DESCRIPTION, allow_abbrev=not script)
     add_flags(parser, Path(__file__).with_name("flags.json"))
     if script:
         num_gpus = torch.cuda.device_count() if device_type() == "cuda" else 1

@@ -7,6 +7,7 @@ This file imports nothing of the package, whose name a program's folder may have
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pkgutil
 import runpy
@@ -26,6 +27,7 @@ FULL = "SHARDSTACK_FULL_TRACEBACK"
 """Variable: 1 prints every frame."""
 
 _MOST_CHARACTERS = 300
+_STARTS = {__file__, runpy.__file__, "<frozen runpy>"}  # files of the frames that start a program
 
 
 class _Folded(traceback.StackSummary):
@@ -99,7 +101,7 @@ def where() -> str:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints the traceback of a machine's first rank to fail, and of a later one a line. Is `sys.excepthook`."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _STARTS:
         trace = trace.tb_next
     text, before = shorten(error.with_traceback(trace))
     last = "".join(traceback.format_exception_only(kind, error)).strip()
@@ -117,22 +119,25 @@ def _run(arguments: list[str]) -> None:
     sys.excepthook, sys.argv = _report, arguments if is_file else [kind, *arguments[2:]]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(kind).resolve().parent if is_file else Path.cwd())
-    if kind == "-m":
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    if is_file and pkgutil.get_importer(kind) is not None:  # a folder or zip with a __main__.py
-        sys.path.pop(0)  # run_path puts the folder there
-        runpy.run_path(kind, run_name="__main__")
-        return
     try:
-        text = Path(kind).read_bytes() if is_file else arguments[1]
-    except OSError as error:
+        if kind == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif is_file and pkgutil.get_importer(kind) is not None:  # a folder or zip with a __main__.py
+            sys.path.pop(0)  # run_path puts the folder there
+            runpy.run_path(kind, run_name="__main__")
+        else:
+            with io.open_code(kind) if is_file else io.BytesIO(arguments[1].encode()) as file:
+                text = file.read()
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            main.__dict__.update({"__builtins__": __builtins__, **({"__file__": kind} if is_file else {})})
+            exec(compile(text, kind if is_file else "<string>", "exec", dont_inherit=True), main.__dict__)
+    except (ImportError, OSError) as error:
+        if {frame.filename for frame in traceback.extract_tb(error.__traceback__)} - _STARTS:
+            raise  # the program's own
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"error: {kind} cannot be read: {error.strerror}; give a script\n")
+            name = arguments[kind == "-m"]
+            sys.stderr.write(f"error: {name} cannot be run: {error.args[-1]}; give a script, or -m and a module\n")
         sys.exit(2)
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__dict__.update({"__builtins__": __builtins__, **({"__file__": kind} if is_file else {})})
-    exec(compile(text, kind if is_file else "<string>", "exec", dont_inherit=True), main.__dict__)
 
 
 if __name__ == "__main__":

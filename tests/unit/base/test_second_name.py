@@ -57,6 +57,17 @@ def test_either_name_may_be_imported_first(first: str, tmp_path: Path) -> None:
     assert python(tmp_path, "-c", code) == (0, "")
 
 
+@pytest.mark.parametrize("name", ["core", "shardstack"])
+def test_the_package_may_be_reloaded(name: str, tmp_path: Path) -> None:
+    code = (
+        f"import importlib, {name} as first\n"
+        "assert importlib.reload(importlib.reload(first)) is first and first.__file__.endswith('core/__init__.py')\n"
+        "import core.base.files, shardstack.base.files\n"
+        "assert core is shardstack is first and core.base.files is shardstack.base.files\n"
+    )
+    assert python(tmp_path, "-c", code) == (0, "")
+
+
 def test_a_module_runs_by_either_name(tmp_path: Path) -> None:
     by_name = [python(tmp_path, "-m", f"{name}.training.launch", "--help") for name in ("core", "shardstack")]
     assert by_name[0] == by_name[1] and by_name[0][0] == 0 and "--nproc-per-node" in by_name[0][1]

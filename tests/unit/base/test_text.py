@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.base.text import aligned, bytes_cell, choices, rank_list, readable_bytes
+from core.base.text import aligned, bytes_cell, choices, nearest, rank_list, readable_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,10 @@ def test_choices_name_the_nearest_first():
     assert choices("zzz", ["a", "b"]) == "it takes one of a, b"
     assert choices("x", [str(n) for n in range(30)]).endswith(" 19 and 10 more")
     assert choices("x", []) == "there is none to choose from"
+
+
+def test_the_nearest_name_may_be_cut_off():
+    names = ["--nnodes", "--nproc-per-node", "--num-layers"]
+    assert nearest("--nprocs", names) == "did you mean --nproc-per-node?"  # as a whole it is nearer to --nnodes
+    assert nearest("--layers", names) == nearest("--num-layerz", names) == "did you mean --num-layers?"
+    assert nearest("--quick", names) == "see --help" and nearest("x", [], "drop it") == "drop it"

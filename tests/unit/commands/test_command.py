@@ -84,7 +84,8 @@ def test_only_the_first_rank_prints_help(capsys: pytest.CaptureFixture[str], mon
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]):
     assert main(["trian"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: 'trian' is no command; did you mean train? ") and error.count("\n") == 1
+    assert error.startswith("error: 'trian' is none of the commands ") and error.endswith("; did you mean train?\n")
+    assert error.count("\n") == 1
     assert all(name in error for name in COMMANDS)
     assert main([]) == 0
     assert "\n  train " in capsys.readouterr().out
@@ -103,11 +104,13 @@ def test_a_missing_program_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["launch", "verify", "inspect"])
-def test_usage_errors_name_the_command(name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as end:
-        main([name])
-    assert end.value.code == 2
-    assert f"usage: shardstack {name} " in capsys.readouterr().err
+def test_an_error_of_a_command_line_is_one_line(name: str, capsys: pytest.CaptureFixture[str]):
+    for words, said in (([], "error: the following arguments are required: "), (["x", "--no-such"], "error: ")):
+        with pytest.raises(SystemExit) as end:
+            main([name, *(words if name != "launch" else words[1:])])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(said) and error.endswith("; see --help\n") and error.count("\n") == 1
 
 
 def test_launcher_and_program_share_no_flag():

@@ -120,7 +120,10 @@ def test_program_defaults_yield_to_flags_and_alternatives():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--num-layerz", "2"], "Unknown option.*--num-layerz"),
+        (["--num-layerz", "2"], "Unknown option: --num-layerz: did you mean --num-layers"),
+        (["--nproc", "2"], "Unknown option: --nproc: did you mean --nproc-per-node of the launcher"),
+        (["--nproc_per_nod=2"], "Unknown option: --nproc-per-nod: did you mean --nproc-per-node of the launcher"),
+        (["--nproc_per_node", "2"], "Unknown option: --nproc-per-node: did you mean --nproc-per-node of the launcher"),
         (["--lr"], "--lr.*requires an argument"),
         (["corpus"], "'corpus'; every value follows its flag"),
         (["--seed", "1.5"], "--seed.*1.5.*integer"),
@@ -211,8 +214,26 @@ def test_hints_are_for_flags_that_do_not_exist():
 def test_a_required_flag_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="--train-iters"):
         parse_arguments(REQUIRED[:-2])
+    with pytest.raises(ConfigError, match="missing: --train-iters; see --help"):
+        parse_arguments([*REQUIRED[:-2], "--seed", "1"])
     with pytest.raises(ConfigError, match="train_iters is required"):
         build_config({name: value for name, value in SMALL.items() if name != "train_iters"})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run.yaml", "'run.yaml' is no flag; did you mean --config run.yaml?"),
+        ("--lr 1e-3 runs/a/config.JSON", "'runs/a/config.JSON' is no flag; did you mean --config runs/a/config.JSON?"),
+        ("--num-layerz 2", "Unknown option: --num-layerz: did you mean --num-layers?"),
+        ("corpus", "unexpected value 'corpus'; every value follows its flag, see --help"),
+        ("--seed", "Parameter --seed requires an argument."),
+    ],
+)
+def test_a_word_that_is_no_flag_is_said_before_what_lacks(words: str, said: str):
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(words.split())
+    assert str(error.value) == said
 
 
 def test_help_is_printed_by_the_first_rank_alone(capsys, monkeypatch):

@@ -136,10 +136,28 @@ def test_alternatives_of_a_file_yield_to_a_flag(write: Write):
     assert _parse("--config", run, "--config", zero).ddp.strategy == "optim"
 
 
-def test_what_another_wrapper_lacks_is_not_dropped(write: Write):
-    file = write("config.json", json.dumps(_parse(*FSDP2_FLAGS.split()).to_json()))
-    with pytest.raises(ConfigError, match="is a setting of wrappers that shard parameters"):
-        _parse("--config", file, "--use-distributed-optimizer")
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [
+        ("--use-distributed-optimizer", "collectives, param_dtype, reshard_after_forward, reshard_overrides"),
+        ("--no-use-torch-fsdp2", "collectives"),
+    ],
+)
+def test_what_another_wrapper_lacks_is_named_and_dropped(write: Write, capsys, monkeypatch, flags: str, lost: str):
+    file = write("config.json", json.dumps(_parse(*FSDP2_FLAGS.split(), "--collectives", "torch").to_json()))
+    said = f"warning: dropped from --config, since the wrapper of the flags has none: {lost}\n"
+    for rank, line in (("0", said), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        config = _parse("--config", file, *flags.split())
+        assert capsys.readouterr().err == line and not config.use_torch_fsdp2
+    with pytest.raises(ConfigError, match="collectives is a setting of FSDP2 alone"):
+        _parse("--config", file, *flags.split(), "--collectives", "torch")
+
+
+def test_a_file_that_contradicts_its_own_wrapper_is_refused(write: Write):
+    file = write("run.yaml", "{use_distributed_optimizer: true, forward_prefetch: 2}")
+    with pytest.raises(ConfigError, match="forward_prefetch is a setting of wrappers that shard parameters"):
+        _parse("--config", file, "--lr", "1e-3")
 
 
 WRONG = """
@@ -221,6 +239,8 @@ def test_yaml_needs_an_extra(write: Write, monkeypatch: pytest.MonkeyPatch):
     ("name", "text", "says"),
     [
         ("a.yaml", "model: {num_layers: 2}\nmodel: {bf16: true}", "line 1, column 1: model is there twice"),
+        ("a.json", '{"lr": 1, "seed": 2, "lr": 1}', "not valid JSON (lr is there twice)"),
+        ("a.json", '{"model": {"num_layers": 2, "num_layers": 3}}', "not valid JSON (num_layers is there twice)"),
         ("a.yaml", "lr: .nan", "lr is nan; it takes a number that fp32 holds"),
         ("a.yaml", "model: [1]", "model is a section; write it once, at the top"),
         ("a.toml", "[modle]\nlr = 1", "modle is unknown; did you mean model"),

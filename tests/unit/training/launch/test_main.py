@@ -322,9 +322,10 @@ def test_a_name_of_a_run_is_a_line(capsys):
     assert "--run-id is 'a\\nb'; give a short text of one line" in capsys.readouterr().err
 
 
-def test_wrong_arguments_are_one_line_more_than_the_usage(capsys):
+def test_wrong_arguments_are_one_line(capsys):
     for arguments in (["--nproc-per-node", "0", "x.py"], [], ["--max-restarts", "-1", "x.py"]):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 2
-    assert "it takes 1 to 1024" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: --nproc-per-node is 0; it takes 1 to 1024\n" in said and said.count("\n") == 3

@@ -126,9 +126,38 @@ def test_an_error_of_ours_is_not_cut(launch):
 
 def test_a_program_that_is_missing_or_no_python_is_said(launch, tmp_path: Path):
     status, err, _ = launch("", str(tmp_path / "none.py"))
-    assert status == 2 and err.count("none.py cannot be read: No such file or directory; give a script\n") == 1
+    assert (
+        status == 2
+        and err.count("none.py cannot be run: No such file or directory; give a script, or -m and a module\n") == 1
+    )
     status, err, _ = launch("x = = 1\n", ranks=1)
     assert status == 1 and 'program.py", line 1' in err and "tracebacks.py" not in err
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (["-m", "none"], "none cannot be run: No module named none; give a script, or -m and a module"),
+        (["-m", "os.none"], "os.none cannot be run: Error while finding module specification for 'os.none'"),
+        (["-m", "folder"], "folder cannot be run: No module named folder.__main__; 'folder' is a package"),
+        (["folder"], "folder cannot be run: can't find '__main__' module in 'folder'; give a script"),
+    ],
+)
+def test_what_python_cannot_start_is_one_line(launch, tmp_path: Path, monkeypatch, program: list[str], said: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").touch()
+    status, err, _ = launch("", *program)
+    assert status == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "module"])
+def test_an_import_that_a_program_lacks_is_its_crash(launch, tmp_path: Path, monkeypatch, kind: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing" / "__main__.py").write_text("import none\n")
+    status, err, _ = launch("", *(["-m", "thing"] if kind == "module" else ["thing"]), ranks=1)
+    assert status == 1 and '__main__.py", line 1' in err and err.endswith("No module named 'none'\n")
 
 
 def test_a_module_runs_as_by_python(tmp_path: Path):
