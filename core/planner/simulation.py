@@ -209,8 +209,8 @@ class _Run:
     def _pipeline(self, count: int, num_microbatches: int) -> tuple[Mapping[int, Sequence[Pass]], int]:
         """Returns the schedule of all pipeline ranks, and bytes that each micro-batch keeps, under way or not.
 
-        Before torch 2.15 a pipeline owns memory that it receives into, of each micro-batch. Schedules of several stages
-        a rank wait for what they send when the step ends.
+        Before torch 2.15 a pipeline owns memory that it receives into, of each micro-batch. Schedules of several
+        stages a rank wait for what they send when the step ends.
         """
         if not self._has_stages:
             return {}, 0
