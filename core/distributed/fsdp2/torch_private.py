@@ -432,10 +432,10 @@ class TorchState:
 
 
 def _share_hooks(parameter: Any) -> dict[Any, Any]:
-    gathered, shard = parameter._unsharded_param, parameter.sharded_param
-    if gathered._backward_hooks is not shard._backward_hooks:
-        gathered._backward_hooks = shard._backward_hooks
-    return shard._backward_hooks
+    hooks: dict[Any, Any] = parameter.sharded_param._backward_hooks
+    if parameter._unsharded_param._backward_hooks is not hooks:
+        parameter._unsharded_param._backward_hooks = hooks
+    return hooks
 
 
 def _round(dtype: torch.dtype, mesh: DeviceMesh | None, gradient: Tensor) -> Tensor:
