@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from torch.distributed import ProcessGroup
 
@@ -94,6 +94,27 @@ class ProcessGroupCollection:
     def __repr__(self) -> str:
         sizes = {name: group.size() for name, group in vars(self).items() if hasattr(group, "size")}
         return f"ProcessGroupCollection({', '.join(f'{name}: {size} ranks' for name, size in sizes.items())})"
+
+    @classmethod
+    def of(cls, given: Any, caller: str) -> ProcessGroupCollection:
+        """Returns the groups that an object has under these names, as Megatron-LM's own collection has.
+
+        Args:
+            given: a collection of this class is returned as it is.
+            caller: name of the function that the user called, for messages.
+
+        Raises:
+            ParallelConfigError: it has none.
+        """
+        if isinstance(given, cls):
+            return given
+        groups = {name: group for name in _FIELDS if isinstance(group := getattr(given, name, None), ProcessGroup)}
+        if not groups:
+            raise ParallelConfigError(
+                f"{caller}: pg_collection is a {type(given).__name__} without groups; give an object that has them by "
+                "Megatron-LM's names, as dp_cp, and a group or a mesh as process_group"
+            )
+        return cls(**groups)
 
     def filled_from(self, others: ProcessGroupCollection) -> ProcessGroupCollection:
         """Returns these groups, and `others` where these are None."""

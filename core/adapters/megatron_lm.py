@@ -28,12 +28,13 @@ from torch import nn
 
 from .. import distributed
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.megatron_names import changed_fields
 from ..base.text import choices
 from ..distributed import TorchFullyShardedDataParallelConfig
 from ..distributed.groups import Ranks
 from ..distributed.guards import reject_wrapped
 from ..distributed.plan.units import UnitChoice
-from .bridge.translation import changed_fields, check_settings, check_version
+from .bridge.translation import check_settings, check_version
 
 check_version("megatron-core", "core.adapters.megatron_lm")
 

@@ -19,7 +19,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -239,3 +239,14 @@ def _value(entry: Any) -> Any:
     """Returns a default of the tables, where a dtype is its name: ``torch.float32``."""
     module, _, name = entry.partition(".") if isinstance(entry, str) else ("", "", "")
     return getattr(import_module("torch"), name) if module == "torch" else entry
+
+
+def changed_fields(settings: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that differ from their defaults, and attributes set on it besides, by name."""
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(settings)
+    }
+    attributes = getattr(settings, "__dict__", {}).items()
+    added = {name: value for name, value in attributes if name not in defaults and name[0] != "_"}
+    return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default} | added

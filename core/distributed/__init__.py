@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from .finalize_model_grads import finalize_model_grads
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from .groups import Ranks
+from .plan.settings import own_settings
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 
@@ -75,6 +77,8 @@ def wrap_model(
     if config is None:
         own = getattr(unwrap_model(module), "config", None)
         config = own if hasattr(own, "calculate_per_token_loss") else None
+    if isinstance(module, nn.Module) and is_dataclass(ddp_config) and not isinstance(ddp_config, type):
+        ddp_config = own_settings(ddp_config)
     if not isinstance(module, nn.Module) or not isinstance(ddp_config, DistributedDataParallelConfig):
         raise ConfigError(
             f"wrap_model was given a {type(module).__name__} as the model and a {type(ddp_config).__name__} as the "

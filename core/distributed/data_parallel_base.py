@@ -22,6 +22,7 @@ from .guards import GUARDS, Guard, PlainModel, reject_wrapped
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import plan_model
+from .plan.settings import own_settings
 from .plan.units import UnitChoice
 from .step import Call, Phase, Step
 from .wrapped_parameters import _WrappedParameters
@@ -48,7 +49,7 @@ class _BaseDataParallel(_WrappedParameters):
 
     Args:
         config: the model's config. Any object will do: an absent field takes its default.
-        ddp_config: the wrapper's settings.
+        ddp_config: the wrapper's settings, of this library or of Megatron-LM.
         module: the model, wrapped in place.
         unit_classes: classes of units, or single modules. None means `default_units` of the model.
         ranks, pg_collection: the ranks that hold replicas, as in the wrappers' `process_group` and `pg_collection`.
@@ -90,6 +91,7 @@ class _BaseDataParallel(_WrappedParameters):
         super().__init__()
         kind = self.engine_kind
         reject_wrapped(module, (_BaseDataParallel,))  # before anything is read of it: marks would be another wrapper's
+        ddp_config = own_settings(ddp_config, kind)
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(type(self).__name__, instances, ranks, pg_collection, config)
         for parameter in module.parameters():

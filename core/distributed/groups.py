@@ -135,8 +135,8 @@ def find_groups(
     Args:
         caller: name of the function that the user called, for messages.
         num_instances: optimizer instances, ``num_distributed_optimizer_instances``.
-        pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`, its `expt_dp` for experts, and the
-            rest as `model`.
+        pg_collection: any object with groups by Megatron-LM's names. Its `dp_cp`, or else its `dp`, is used as
+            `process_group`, its `expt_dp` for experts, and the rest as `model`.
         config: the model's config. Where it asks for model parallelism, the default group is not taken.
 
     Raises:
@@ -147,6 +147,8 @@ def find_groups(
     """
     if process_group is None and pg_collection is None and process_groups.groups_or_none() is None:
         process_group = _default_ranks(caller, num_instances, config)
+    if pg_collection is not None:
+        pg_collection = ProcessGroupCollection.of(pg_collection, caller)
     replicas = _find_replicas(caller, num_instances, process_group, pg_collection)
     return replace(replicas, model=groups_in_effect(pg_collection))
 
@@ -256,11 +258,6 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _group_of_collection(
     caller: str, num_instances: int, process_group: Ranks | None, pg_collection: ProcessGroupCollection
 ) -> dist.ProcessGroup:
-    if not isinstance(pg_collection, ProcessGroupCollection):
-        raise ParallelConfigError(
-            f"{caller}: pg_collection is a {type(pg_collection).__name__}; it takes a ProcessGroupCollection, and a "
-            "group or a mesh goes to process_group"
-        )
     if process_group is not None:
         raise ParallelConfigError(f"{caller}: pg_collection and process_group are both given; drop one")
     if num_instances > 1:

@@ -107,7 +107,8 @@ def get_megatron_optimizer(
     """
     model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
     model_groups = groups_of_model(model_chunks)
-    model_groups = model_groups if pg_collection is None else pg_collection.filled_from(model_groups)
+    if pg_collection is not None:
+        model_groups = ProcessGroupCollection.of(pg_collection, "get_megatron_optimizer").filled_from(model_groups)
     settle_parameters(*model_chunks)
     builder = _rule_builder(config, config_overrides)
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.torch_version import TorchVersion
 
 from ...base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
+from ...base.megatron_names import changed_fields
 from ...distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -66,17 +67,6 @@ def check_settings(settings: Any, table: str, *, where: str = "") -> None:
                 raise ParallelConfigError(f"{name} is {text!r}{where}: {row['reason']}")
             if concerns:
                 warn_once(f"{name}={text} changes nothing: {row['reason']}")
-
-
-def changed_fields(settings: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass that differ from their defaults, and attributes set on it besides, by name."""
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(settings)
-    }
-    attributes = getattr(settings, "__dict__", {}).items()
-    added = {name: value for name, value in attributes if name not in defaults and name[0] != "_"}
-    return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default} | added
 
 
 def reject_reproducible(config: DistributedDataParallelConfig) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,8 +18,10 @@ from torch import nn
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
+from ...base.megatron_names import changed_fields
 from ...base.micro_batch_tree import odd_part
 from ...base.module_protocol import fusion_lends_memory
+from ...base.text import choices
 from ...comm import streams
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import (
@@ -185,6 +187,36 @@ _NOT_OF_FSDP2 = json.loads(Path(__file__).with_name("not_of_fsdp2.json").read_te
 """Values of settings that FSDP2 accepts, in addition to empty ones, and what is wrong with the others."""
 
 _BUFFER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")
+
+
+def own_settings(given: Any, engine: EngineKind | None = None) -> DistributedDataParallelConfig:
+    """Returns a config of this library as it is, and what one of Megatron-LM's changes of its defaults as ours.
+
+    Args:
+        engine: the wrapper's. None: FSDP2 if the config has FSDP2's field ``reshard_after_forward``.
+
+    Raises:
+        ParallelConfigError: it is no config of a wrapper, or changes what this library does not have.
+    """
+    if isinstance(given, DistributedDataParallelConfig):
+        return given
+    names = {field.name for field in fields(given)} if is_dataclass(given) and not isinstance(given, type) else set()
+    is_fsdp2 = engine is EngineKind.FSDP2 or (engine is None and "reshard_after_forward" in names)
+    kind = TorchFullyShardedDataParallelConfig if is_fsdp2 else DistributedDataParallelConfig
+    if not {"overlap_grad_reduce", "reshard_after_forward"} & names:
+        raise ParallelConfigError(
+            f"ddp_config is a {type(given).__name__}, which is no config of a wrapper; give a {kind.__name__}, of "
+            "this library or of Megatron-LM"
+        )
+    changed = changed_fields(given)
+    try:
+        return kind(**changed)
+    except TypeError as error:
+        name = str(error).split("'")[1]
+        raise ParallelConfigError(
+            f"{type(given).__name__} has {name}={changed[name]!r}, a setting that is not known here; leave it at its "
+            f"default; {choices(name, [field.name for field in fields(kind)])}"
+        ) from None
 
 
 def config_of_engine(

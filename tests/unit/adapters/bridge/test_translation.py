@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from core.adapters.bridge import translation
-from core.adapters.bridge.translation import changed_fields, check_settings
+from core.adapters.bridge.translation import check_settings
 from core.base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
+from core.base.megatron_names import changed_fields
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,8 +15,15 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from core import parallel_state
-from core.base.errors import ParallelConfigError, WrapError
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
+from core.base.errors import ConfigError, ParallelConfigError, WrapError
+from core.base.megatron_names import changed_fields
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
+    wrap_model,
+)
 from core.distributed.groups import find_groups
 from core.distributed.plan import Plan, make_plan
 from core.distributed.plan import settings as plan_settings
@@ -137,3 +145,73 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ddp", {}, {"param_name_patterns_for_fp32_local_accumulation": ("all",)}, "set grad_reduce_in_fp32 in its place"),
 ]
 """Wrapper, fields of the model's config and of the wrapper's, and the end of the message."""
+
+
+@dataclass
+class _MegatronConfig:
+    """Fields and defaults of Megatron-LM's config of the same name, and one that this library has never heard of."""
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool = False
+    bucket_size: int | None = None
+    data_parallel_sharding_strategy: str = "no_shard"
+    fp8_param_gather: bool = False
+    average_in_collective: bool = False
+    of_tomorrow: int = 0
+
+
+@dataclass
+class _MegatronFsdp2Config:
+    reshard_after_forward: bool | int = True
+
+
+@pytest.mark.parametrize(
+    ("given", "wrapper", "changed"),
+    [
+        (_MegatronConfig(), DistributedDataParallel, {}),
+        (
+            _MegatronConfig(use_distributed_optimizer=True, bucket_size=40, grad_reduce_in_fp32=True),
+            DistributedDataParallel,
+            {"use_distributed_optimizer": True, "bucket_size": 40, "grad_reduce_in_fp32": True},
+        ),
+        (
+            _MegatronConfig(data_parallel_sharding_strategy="optim_grads_params"),
+            FullyShardedDataParallel,
+            {"data_parallel_sharding_strategy": "optim_grads_params"},
+        ),
+        (_MegatronFsdp2Config(False), TorchFullyShardedDataParallel, {"reshard_after_forward": False}),
+    ],
+)
+@on_ranks(1)
+def test_a_config_of_megatrons_is_read_by_name(given: Any, wrapper: type, changed: dict[str, Any]) -> None:
+    groups = SimpleNamespace(dp_cp=dist.group.WORLD, dp=None, hcp=[dist.group.WORLD], unheard_of=1)
+    for model in (
+        wrapper(SimpleNamespace(), given, toy(), pg_collection=groups),
+        wrap_model(toy(), given, pg_collection=groups),
+    ):
+        assert type(model) is wrapper
+        assert {name: value for name, value in changed_fields(model.ddp_config).items() if name in changed} == changed
+        assert model.process_group is dist.group.WORLD
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (_MegatronConfig(fp8_param_gather=True), "fp8_param_gather is True, and only False is supported"),
+        (_MegatronConfig(of_tomorrow=2), "_MegatronConfig has of_tomorrow=2, a setting that is not known here"),
+        (SimpleNamespace(overlap_grad_reduce=False), "ddp_config is a SimpleNamespace, which is no config of a wrap"),
+        (_MegatronFsdp2Config, "ddp_config is a type, which is no config of a wrapper"),
+        (None, "ddp_config is a NoneType, which is no config of a wrapper"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_said_in_one_line(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        plan_settings.own_settings(given)
+    assert "\n" not in str(caught.value)
+
+
+@on_ranks(1)
+def test_a_collection_without_groups_is_said_in_one_line() -> None:
+    with pytest.raises(ParallelConfigError, match="pg_collection is a SimpleNamespace without groups; give an object"):
+        DistributedDataParallel(None, _MegatronConfig(), toy(), pg_collection=SimpleNamespace(dp_cp=None))
