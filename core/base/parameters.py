@@ -72,15 +72,6 @@ def elements_of(param: Tensor, start: int, end: int) -> Tensor:
     return values[start - first : end - first] if start < end else values[:0]
 
 
-def fill_range(param: Tensor, whole: Tensor) -> None:
-    """Copies this rank's elements from `whole`, of the parameter's shape, and counts that as a write to it."""
-    elements = kept_range(param)
-    if elements is not None:
-        values, start = elements
-        values.copy_(whole.detach().reshape(-1)[start : start + len(values)])
-        torch.autograd.graph.increment_version(param)
-
-
 def whole_shape(parameter: Tensor, tp_group: Group, ep_group: Group = None) -> list[int]:
     """Returns the whole model's shape of a parameter, before it was cut over ranks, by its marks, and sharded."""
     shape = list(parameter.shape)  # a DTensor's shape is that before sharding
@@ -107,8 +98,10 @@ def _cuts(parameter: Tensor, tp_group: Group, ep_group: Group) -> Iterator[tuple
 
 def copy_shard(whole: Tensor, parameter: Tensor) -> None:
     """Fills a parameter, or this rank's part of a sharded one, from one tensor-parallel rank's tensor `whole`."""
-    if kept_range(parameter) is not None:
-        fill_range(parameter, whole)
+    if (elements := kept_range(parameter)) is not None:
+        values, start = elements
+        values.copy_(whole.detach().reshape(-1)[start : start + len(values)])
+        torch.autograd.graph.increment_version(parameter)  # it counts as a write to the parameter
     elif isinstance(parameter, DTensor):
         # Without a source rank every rank shards its own copy.
         shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

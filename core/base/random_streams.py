@@ -7,16 +7,15 @@ ranks.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from .device import device_type
-from .recomputation import tracked_streams
+from .recomputation import set_tracked, tracked_streams
 
 
-def rng_state() -> dict[str, torch.Tensor]:
+def _streams() -> dict[str, torch.Tensor]:
     """Returns the state of every random stream of this rank, as byte tensors on the CPU."""
     version, numbers, gauss = random.getstate()
     _, keys, position, has_gauss, next_gauss = np.random.get_state(legacy=True)
@@ -32,8 +31,16 @@ def rng_state() -> dict[str, torch.Tensor]:
     return streams | {f"tracked.{name}": value for name, value in sorted(tracked_streams.items())}
 
 
-def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
-    """Restores every stream from :func:`rng_state`."""
+def packed_rng_state() -> torch.Tensor:
+    """Returns the state of all streams as one row of bytes, whose length says which streams this rank has."""
+    return torch.cat([value.flatten() for value in _streams().values()])
+
+
+def set_packed_rng_state(state: torch.Tensor) -> None:
+    """Restores every stream from :func:`packed_rng_state` of a rank with the same streams."""
+    sizes = {name: value.numel() for name, value in _streams().items()}
+    pieces = state.split(list(sizes.values()))
+    streams = {name: piece.clone() for name, piece in zip(sizes, pieces, strict=True)}
     torch.set_rng_state(streams["torch"])
     version, *numbers = streams["python"].view(torch.int64).tolist()
     has_gauss, gauss = streams["python_gauss"].view(torch.float64).tolist()
@@ -43,18 +50,4 @@ def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
     np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_cached, next_gauss))
     if "cuda" in streams:
         torch.cuda.set_rng_state(streams["cuda"])
-    states = {name.removeprefix("tracked."): v for name, v in streams.items() if name.startswith("tracked.")}
-    tracked_streams.clear()
-    tracked_streams.update(states)
-
-
-def packed_rng_state() -> torch.Tensor:
-    """Returns :func:`rng_state` as one row of bytes, whose length says which streams this rank has."""
-    return torch.cat([value.flatten() for value in rng_state().values()])
-
-
-def set_packed_rng_state(state: torch.Tensor) -> None:
-    """Restores every stream from :func:`packed_rng_state` of a rank with the same streams."""
-    streams = rng_state()
-    pieces = state.split([value.numel() for value in streams.values()])
-    set_rng_state({name: piece.clone() for name, piece in zip(streams, pieces, strict=True)})
+    set_tracked({n.removeprefix("tracked."): state for n, state in streams.items() if n.startswith("tracked.")})

@@ -170,8 +170,8 @@ class _Recomputation:
 
     def __enter__(self) -> None:
         stack = ExitStack()
-        stack.callback(_set_streams, dict(tracked_streams))
-        _set_streams(self._streams)
+        stack.callback(set_tracked, dict(tracked_streams))
+        set_tracked(self._streams)
         stack.enter_context(self._record.replaying())
         stack.enter_context(self._inner)
         self._entered.append(stack)
@@ -180,6 +180,7 @@ class _Recomputation:
         self._entered.pop().__exit__(*error)
 
 
-def _set_streams(states: dict[str, Tensor]) -> None:
+def set_tracked(states: dict[str, Tensor]) -> None:
+    """Replaces all of `tracked_streams`."""
     tracked_streams.clear()
     tracked_streams.update(states)

@@ -222,7 +222,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, w
             rest, how = tensor[num_shared:], how.without_mean(size)
             addends = rest.new_empty(size * len(rest))
             _all_gather(addends, rest, group)
-            store(rest, _add_parts(addends, size, how), how.scale, accumulate=False)
+            store(rest, add_in_tree(addends.chunk(size), None, how.order), how.scale, accumulate=False)
 
 
 def is_alone(group: ProcessGroup) -> bool:
@@ -239,11 +239,6 @@ def _for_backend(how: Sum, group: ProcessGroup, tensor: Tensor) -> Sum:
     return how.without_mean(group.size()) if gloo.is_gloo(group, tensor.device) else how
 
 
-def _add_parts(addends: Tensor, num_ranks: int, how: Sum) -> Tensor:
-    """Adds one part of `addends` of each rank, all of them scratch, in a tree."""
-    return add_in_tree(addends.chunk(num_ranks), None, how.order)
-
-
 def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum) -> None:
     if not len(input_):
         return
@@ -254,7 +249,7 @@ def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Su
     elif how.order is not None:
         how, addends = how.without_mean(group.size()), torch.empty_like(input_)
         dist.all_to_all_single(addends, input_, group=group)
-        store(output, _add_parts(addends, group.size(), how), how.scale, how.accumulate)
+        store(output, add_in_tree(addends.chunk(group.size()), None, how.order), how.scale, how.accumulate)
     else:
         how, target = _for_backend(how, group, input_), torch.empty_like(output) if how.accumulate else output
         reduce_scatter_single(target, input_, group, op=how.op)

@@ -194,14 +194,8 @@ def _mesh(outer: Sequence[_OuterCut], inner: DeviceMesh | None, device_type: str
     groups = [*(cut.group for cut in outer), *inner_groups]
     key = (tuple(group.group_name for group in groups), device_type)
     meshes = _joint_meshes.setdefault(groups[0], {})
-    if key not in meshes:
-        meshes[key] = _build_mesh(outer, inner, groups, device_type)
-    return meshes[key]
-
-
-def _build_mesh(
-    outer: Sequence[_OuterCut], inner: DeviceMesh | None, groups: list[ProcessGroup], device_type: str
-) -> DeviceMesh:
+    if key in meshes:
+        return meshes[key]
     names = tuple(cut.axis for cut in outer)
     ranks = torch.tensor(torch.distributed.get_rank(), dtype=torch.int)
     if inner is not None:
@@ -219,8 +213,10 @@ def _build_mesh(
             "over get_expert_data_parallel_mesh()"
         )
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+        meshes[key] = DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    else:
+        meshes[key] = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    return meshes[key]
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -157,7 +157,9 @@ def save_folder(
             raise failure
         if ranks.is_first:
             if len(files) > 1:
-                _write_index(temporary, files, sum(_bytes(*of) for of in plan.values()))
+                places = {name: file for file, names in files.items() for name in names}
+                document = {"metadata": {"total_size": sum(_bytes(*of) for of in plan.values())}, "weight_map": places}
+                write_durably(temporary / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
             describe(temporary)
             sync_folder(temporary)
             temporary.replace(folder)
@@ -188,12 +190,6 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> list[Exception]
     except Exception as error:  # raised on all ranks, which still gather tensors together
         return [error]
     return []
-
-
-def _write_index(folder: Path, files: Mapping[str, Sequence[str]], num_bytes: int) -> None:
-    places = {name: file for file, names in files.items() for name in names}
-    document = {"metadata": {"total_size": num_bytes}, "weight_map": places}
-    write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def _begin_new_folder(folder: Path) -> Path:

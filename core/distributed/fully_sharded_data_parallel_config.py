@@ -168,8 +168,8 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
         """
         for entry in self.reshard_overrides:
             pattern, separator, text = entry.rpartition("=")
-            value = _parse_reshard(text) if separator else None
-            if value is None:
+            value = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text.lower())
+            if value is None or not separator:
                 raise ParallelConfigError(
                     f"reshard_overrides holds {entry!r}; an entry is a pattern of module names, '=', and True, False "
                     "or a number, as decoder.layers.0=False"
@@ -259,9 +259,3 @@ def parse_cut(value: str) -> ShardCut | None:
     if value in ("auto", "flat", "rows", "tensor"):
         return ShardCut(value)  # type: ignore[arg-type]
     return ShardCut("block", int(block)) if kind == "block" and block.isdecimal() and int(block) > 0 else None
-
-
-def _parse_reshard(value: str) -> Reshard | None:
-    if value.isdecimal():
-        return int(value)
-    return {"true": True, "false": False}.get(value.lower())

@@ -96,7 +96,11 @@ class GradientStatistics:
         for over, parts in self._by_model_group():
             of_model = torch.zeros_like(total)
             for part in parts:
-                part.add(sums_of(part), of_model)
+                sums = sums_of(part)
+                for group in part.groups:
+                    all_reduce_by_backend(sums, group, what="the gradient norm")
+                if part.counts:
+                    of_model += sums
             total += reduce_over_model(of_model, over, "the gradient norm over the model")
         return total
 
@@ -121,13 +125,6 @@ class _Part:
     def own_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Returns the gradients that count here."""
         return [grad for grad in (grads[i] for i in self.members) if grad is not None and grad.numel()]
-
-    def add(self, sums: Tensor, total: Tensor) -> None:
-        """Sums over the ranks that share updates, and adds that to `total`, in place."""
-        for group in self.groups:
-            all_reduce_by_backend(sums, group, what="the gradient norm")
-        if self.counts:
-            total += sums
 
 
 def reduce_over_model(

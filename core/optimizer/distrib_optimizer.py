@@ -110,7 +110,11 @@ def get_megatron_optimizer(
     if pg_collection is not None:
         model_groups = ProcessGroupCollection.of(pg_collection, "get_megatron_optimizer").filled_from(model_groups)
     settle_parameters(*model_chunks)
-    builder = _rule_builder(config, config_overrides)
+    builder = RuleBuilder(config, config_overrides)
+    if config.optimizer == "muon":
+        from .muon.builder import MuonBuilder  # a plug-in: runs with other optimizers do not load it
+
+        builder = MuonBuilder(config, config_overrides)
 
     def make_groups(params: Sequence[MainParam]) -> list[dict[str, Any]]:
         return build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
@@ -169,14 +173,6 @@ def gradient_statistics(
 
         return ExactStatistics(params, groups)
     return GradientStatistics(params, groups)
-
-
-def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) -> RuleBuilder:
-    if config.optimizer == "muon":
-        from .muon.builder import MuonBuilder  # a plug-in: runs with other optimizers do not load it
-
-        return MuonBuilder(config, overrides)
-    return RuleBuilder(config, overrides)
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: Sequence[MainParam]) -> None:

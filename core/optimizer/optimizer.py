@@ -167,7 +167,10 @@ class MegatronOptimizer(OptimizerState):
         # Clip.
         if self.config.clip_grad > 0.0 or scale != 1.0:
             factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
-            self._multiply_gradients(grads, torch.where(is_finite, factor, torch.ones_like(factor)))
+            factor = torch.where(is_finite, factor, torch.ones_like(factor))
+            multiply_gradients([grad for grad in grads if grad is not None], factor)
+            for wrapper in self._wrappers:
+                wrapper.engine.gradients.gather(again=True)
 
         # Update.
         self._update(grads, is_finite)
@@ -202,11 +205,6 @@ class MegatronOptimizer(OptimizerState):
             _check_updated(chunk, getattr(self.rule, "left_out", ()))
         for p in self._checked_here:
             p.check_storage()
-
-    def _multiply_gradients(self, grads: Sequence[Tensor | None], factor: Tensor) -> None:
-        multiply_gradients([grad for grad in grads if grad is not None], factor)
-        for wrapper in self._wrappers:
-            wrapper.engine.gradients.gather(again=True)
 
     def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
         """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""

@@ -200,15 +200,11 @@ class RuleBuilder:
         self, groups: list[dict[str, Any]], reasons: Mapping[MainParam, str], model_groups: ProcessGroupCollection
     ) -> SkippableRule:
         """Builds the rule over `groups` of main tensors."""
-        return build_update_rule(self.config, groups)
-
-
-def build_update_rule(config: OptimizerConfig, groups: list[dict[str, Any]]) -> SkippableRule:
-    """Builds AdamW or SGD over `groups` of main tensors."""
-    rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.optimizer == "sgd":
-        return SGD(groups, momentum=config.sgd_momentum, **rates)
-    return AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)
+        config = self.config
+        rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if config.optimizer == "sgd":
+            return SGD(groups, momentum=config.sgd_momentum, **rates)
+        return AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)
 
 
 def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, ...]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "compiled_units": ("DDP", *ONCE),
     "cpu_shortcuts": ("kept inboxes, ZeRO-3", *ONCE, "--only", "time", "--tokens", "128"),
     "data_index": (),
-    "ddp_engine": ("--candidates", "replicated", *ONCE, "--only", "time"),
+    "ddp_engine": ("--candidates", "torch DDP", "replicated", *ONCE, "--only", "time"),
     "deterministic": ONCE,
     "experts": (*ONCE, "--only", "product"),
     "fully_sharded": ("128 tokens", *ONCE, "--only", "time"),

@@ -118,7 +118,7 @@ class TorchParameters(Parameters):
         self._writes_to_gathered = WriteCounts(torch_state.tensors.gathered_versions)
         for submodule in (member for unit in plan.units for member in unit.modules):
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
-            keep_changes = partial(self._keep_changes, groups_of(submodule))
+            keep_changes = partial(torch_state.keep_changes, groups_of(submodule))
             submodule.register_forward_pre_hook(keep_changes)  # after torch has gathered
             submodule.register_forward_hook(keep_changes, prepend=True)  # before torch frees
         # Their counts of running forwards change; `settle` ends those that an exception has left.
@@ -152,9 +152,6 @@ class TorchParameters(Parameters):
             self._torch_state.reset_iteration()
             for unit in self._freed_weights:
                 unit.end_all()
-
-    def _keep_changes(self, groups: list[Any], *unused: Any) -> None:
-        self._torch_state.keep_changes(groups)
 
     def _after_method(self) -> None:
         """Frees gathered parameters if no backward follows. Otherwise the next forward would read stale weights."""

@@ -398,7 +398,7 @@ class TorchState:
 
     # ---- what a program does to parameters
 
-    def keep_changes(self, groups: Iterable[Any] | None = None) -> None:
+    def keep_changes(self, groups: Iterable[Any] | None = None, *unused: Any) -> None:
         """Keeps what a program has set on gathered parameters, and raises where it has set another parameter.
 
         Torch would lose a change of ``requires_grad`` with the gathered parameter (pytorch/pytorch#105371), and never

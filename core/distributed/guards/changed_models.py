@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -94,18 +94,15 @@ class PlainStateDicts(Guard):
         for submodule in module.modules() if engine.plan.engine is EngineKind.FSDP2 else ():
             names = [name for name, value in submodule.named_parameters(recurse=False) if isinstance(value, DTensor)]
             if names:
-                submodule.register_load_state_dict_pre_hook(_checker(names))
+                submodule.register_load_state_dict_pre_hook(partial(_refuse_plain, names))
 
 
-def _checker(names: list[str]) -> Callable[..., None]:
-    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in names if not isinstance(state_dict, ValuesToLoad) else ():
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                raise CheckpointError(
-                    f"load_state_dict was given {prefix + name} as a plain tensor of shape {list(value.shape)}, and "
-                    "the module holds it sharded over ranks (a DTensor); nothing was loaded from it. Load whole or "
-                    "sharded state dicts with shardstack.dist_checkpointing.load_model_state_dict(module, state_dict)"
-                )
-
-    return check
+def _refuse_plain(names: list[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in names if not isinstance(state_dict, ValuesToLoad) else ():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            raise CheckpointError(
+                f"load_state_dict was given {prefix + name} as a plain tensor of shape {list(value.shape)}, and "
+                "the module holds it sharded over ranks (a DTensor); nothing was loaded from it. Load whole or "
+                "sharded state dicts with shardstack.dist_checkpointing.load_model_state_dict(module, state_dict)"
+            )

@@ -82,8 +82,12 @@ class _Forward:
 
     def place(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Copies a tensor to the host, unless it is a weight or small. Nothing is left to the hooks around."""
-        is_large = _is_plain(tensor) and tensor.nbytes >= LEAST_BYTES and _fills_its_memory(tensor)
-        if not is_large or (storage := tensor.untyped_storage())._cdata in self._kept_storages:
+        # No two elements are in one place, and none is left out between them.
+        is_dense = _is_plain(tensor) and torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+        if (
+            not (is_dense and tensor.nbytes >= LEAST_BYTES)
+            or (storage := tensor.untyped_storage())._cdata in self._kept_storages
+        ):
             return partial(read_kept, keep(tensor))
         memory = tensor.detach().as_strided((tensor.numel(),), (1,))
         key = (storage._cdata, memory.storage_offset(), memory.numel(), memory.dtype, tensor._version)
@@ -177,17 +181,6 @@ def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
             "add activation_checkpointing='full', so that only the inputs of units are copied, or drop it"
         ) from error
     return AS_HOST_MEMORY.value(memory)
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Returns whether no two elements are in one place, and none is left out between them."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _is_plain(tensor: Tensor) -> bool:

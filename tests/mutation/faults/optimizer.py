@@ -32,9 +32,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the norm is that of one shard",
-        "core.optimizer.clip_grads._Part.add",
-        r"for group in self\.groups:",
-        "for group in self.groups[1:]:",
+        "core.optimizer.clip_grads.GradientStatistics._add_up",
+        r"for group in part\.groups:",
+        "for group in part.groups[1:]:",
         (_NORM, _OPTIMIZER),
     ),
     Mutation(
