@@ -112,7 +112,7 @@ class ProcessGroupCollection:
         if not groups:
             raise ParallelConfigError(
                 f"{caller}: pg_collection is a {type(given).__name__} without groups; give an object that has them by "
-                "Megatron-LM's names, as dp_cp, and a group or a mesh as process_group"
+                "Megatron-LM's names, as dp_cp; a group or a mesh goes to process_group"
             )
         return cls(**groups)
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's training loop on this library's FSDP2 wrapper: import it before ``megatron.training``.
+"""Megatron-LM's training loop on the wrappers of this library: import it before ``megatron.training``.
 
     import core.adapters.megatron_lm                          # the first line of pretrain_gpt.py
 
@@ -6,9 +6,11 @@ or run a script without a change in it::
 
     torchrun --nproc-per-node 8 -m core.adapters.megatron_lm pretrain_gpt.py --use-torch-fsdp2 ...
 
-Then ``--use-torch-fsdp2`` selects `TorchFullyShardedDataParallel` of this module. `with_fsdp2` selects it without the
-flag, for what Megatron-LM's check of the flag refuses, as tied embeddings and fp16; `register` gives it settings that
-have no flag. Fields of Megatron-LM's settings that differ from their defaults become fields of ours;
+Megatron-LM's flags choose the wrapper. Without any it is `DistributedDataParallel` of this module, with
+``--use-distributed-optimizer`` its ZeRO-1, and with ``--use-torch-fsdp2`` `TorchFullyShardedDataParallel`. The first
+rank prints which was built. ``--use-megatron-fsdp`` still means Megatron-LM's own. `with_fsdp2` selects FSDP2 without
+the flag, for what Megatron-LM's check of the flag refuses, as tied embeddings and fp16; `register` gives FSDP2
+settings that have no flag. Fields of Megatron-LM's settings that differ from their defaults become fields of ours;
 `bridge/foreign_settings.json` says what is refused.
 """
 
@@ -19,11 +21,12 @@ import importlib
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Set
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from .. import distributed
@@ -31,21 +34,25 @@ from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..base.megatron_names import changed_fields
 from ..base.text import choices
 from ..distributed import TorchFullyShardedDataParallelConfig
+from ..distributed.distributed_data_parallel_config import EngineKind
 from ..distributed.groups import Ranks
 from ..distributed.guards import reject_wrapped
+from ..distributed.plan.settings import own_settings
 from ..distributed.plan.units import UnitChoice
 from .bridge.translation import check_settings, check_version
 
 check_version("megatron-core", "core.adapters.megatron_lm")
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_module  # noqa: E402
+from megatron.core.distributed import distributed_data_parallel as stock_ddp  # noqa: E402
+from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_fsdp2  # noqa: E402
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper  # noqa: E402
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # noqa: E402
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection as MegatronGroups  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
-__all__ = ["TorchFullyShardedDataParallel", "register", "with_fsdp2"]
+__all__ = ["DistributedDataParallel", "TorchFullyShardedDataParallel", "register", "with_fsdp2"]
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -57,8 +64,90 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
 
 
 registered_settings: dict[str, Any] = {}
-"""Fields of `TorchFullyShardedDataParallelConfig` for every wrapper that is constructed from now on. `register` sets
-them, for what no flag of Megatron-LM carries to the wrapper."""
+"""Fields of `TorchFullyShardedDataParallelConfig` for every FSDP2 wrapper that is constructed from now on. `register`
+sets them, for what no flag of Megatron-LM carries to the wrapper."""
+
+
+class DistributedDataParallel(distributed.DistributedDataParallel):
+    """`core.distributed.DistributedDataParallel` inside Megatron-LM: replicas, and ZeRO-1 with
+    ``use_distributed_optimizer``.
+
+    Megatron-LM's optimizers update the model, its `DistributedOptimizer` on the buffers of this wrapper, and its loop,
+    schedules and checkpoints call the wrapper as they call their own.
+
+    Args:
+        config: the model's, of Megatron-LM's classes.
+        ddp_config: Megatron-LM's ``DistributedDataParallelConfig``. What it changes of its defaults is translated;
+            what would change a number and does not exist here raises.
+        module: the model; usually a ``Float16Module`` in bf16 or fp16.
+        disable_bucketing: reduce each buffer in one piece.
+        pg_collection: Megatron-LM's groups; by default those of its ``parallel_state``.
+        full_param_layout: not read. Megatron-LM's optimizer finds parameters by the buffers.
+
+    Raises:
+        ParallelConfigError, ConfigError: a field that this wrapper cannot honour.
+        WrapError: a model that is wrapped already.
+    """
+
+    overlap_param_gather_with_optimizer_step = False
+    """Set by Megatron-LM's `get_megatron_optimizer`, and read there."""
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        full_param_layout: Any = None,
+    ) -> None:
+        reject_wrapped(module, (MegatronWrapper, distributed._BaseDataParallel))
+        # Megatron-LM names the last micro-batch of a step only where gradients overlap, and has made bucket_size of
+        # num_buckets.
+        in_elements = replace(ddp_config, num_buckets=None) if getattr(ddp_config, "num_buckets", None) else ddp_config
+        settings = replace(
+            own_settings(in_elements, EngineKind.FLAT_BUFFERS),
+            overlap_grad_reduce=bool(ddp_config.overlap_grad_reduce),
+            overlap_param_gather=bool(ddp_config.overlap_param_gather),
+        )
+        groups = MegatronGroups.use_mpu_process_groups() if pg_collection is None else pg_collection
+        super().__init__(config, settings, module, disable_bucketing, groups)
+        self.ddp_config = ddp_config  # Megatron-LM reads fields that only its own config has
+        # Whether the next forward gathers what Megatron-LM's optimizer may have updated, which leaves that to the
+        # wrapper if gathers overlap. The calls before and after an update set it; a forward clears it.
+        self._gathers_next = False
+        _say(self)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        super().finish_grad_sync(force_all_reduce)
+        self._gathers_next = self.plan.settings.overlap_param_gather
+
+    def zero_grad_buffer(self) -> None:
+        super().zero_grad_buffer()
+        self._gathers_next = self.plan.settings.overlap_param_gather
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._gathers_next:
+            self._gathers_next = False
+            self.start_param_sync()
+        return super().forward(*inputs, **kwargs)
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        super().disable_forward_pre_hook(param_sync)
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def _start_bucket_group_param_sync(self, bucket_group: object, force_sync: bool = False) -> None:
+        # Megatron-LM's optimizer calls it for one after the other. The first call gathers all.
+        if bucket_group is next(iter([*self.bucket_groups, *self.expert_parallel_bucket_groups])):
+            self.start_param_sync(force_sync=force_sync)
+
+
+def _say(wrapper: distributed._BaseDataParallel) -> None:
+    if dist.get_rank() == 0:
+        kind = type(wrapper)
+        sys.stdout.write(f"> the model is wrapped by {kind.__module__}.{kind.__name__}: {wrapper.plan.strategy}\n")
+        sys.stdout.flush()
 
 
 class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
@@ -85,8 +174,6 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
             ``config.no_sync_func`` of another origin, or a field that FSDP2 cannot honour.
         WrapError: a model that is wrapped already.
     """
-
-    _stock_class = stock_module.TorchFullyShardedDataParallel
 
     def __init__(
         self,
@@ -131,6 +218,7 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
         for parameter in module.parameters():
             parameter.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
         config.no_sync_func = self.no_sync
+        _say(self)
 
 
 def translate_config(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
@@ -151,6 +239,13 @@ def translate_config(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
     return TorchFullyShardedDataParallelConfig(**(values | registered_settings))
 
 
+REPLACED: dict[type, type[distributed._BaseDataParallel]] = {
+    stock_ddp.DistributedDataParallel: DistributedDataParallel,
+    stock_fsdp2.TorchFullyShardedDataParallel: TorchFullyShardedDataParallel,
+}
+"""The wrapper of this module in the place of each of Megatron-LM's."""
+
+
 def _check_known(names: Set[str], what: str) -> None:
     allowed = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
     for name in names - allowed:
@@ -158,35 +253,36 @@ def _check_known(names: Set[str], what: str) -> None:
 
 
 def register(**settings: Any) -> None:
-    """Makes ``--use-torch-fsdp2`` select this library's wrapper. Importing `core.adapters.megatron_lm` calls it.
+    """Puts this library's wrappers in the place of Megatron-LM's. Importing `core.adapters.megatron_lm` calls it.
 
-    The class is replaced in every module of Megatron-LM that has it, also in those that were imported before.
+    The classes are replaced in every module of Megatron-LM that has them, also in those that were imported before.
 
     Args:
-        settings: fields of `core.distributed.TorchFullyShardedDataParallelConfig` for every wrapper from now on, as
-            ``grad_reduce_in_fp32=True``: Megatron-LM gives its FSDP2 wrapper ``reshard_after_forward`` alone.
+        settings: fields of `core.distributed.TorchFullyShardedDataParallelConfig` for every FSDP2 wrapper from now
+            on, as ``grad_reduce_in_fp32=True``: Megatron-LM gives its own ``reshard_after_forward`` alone.
 
     Raises:
         ParallelConfigError: an unknown setting, or one that contradicts another.
-        ShardstackError: a module outside of Megatron-LM, as a training script, imported Megatron-LM's class before.
+        ShardstackError: a module outside of Megatron-LM, as a training script, imported one of the classes before.
     """
     _check_known(settings.keys(), "register was given")
     TorchFullyShardedDataParallelConfig(**settings)
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     holders = [
-        (module, name)
+        (module, name, own)
         for module in modules
         for name, value in list(vars(module).items())
-        if value is TorchFullyShardedDataParallel._stock_class
+        for stock, own in REPLACED.items()
+        if value is stock  # what else a module has is not looked at: some warn then
     ]
-    for module, _ in holders:
+    for module, name, _ in holders:
         if not module.__name__.startswith("megatron."):
             raise ShardstackError(
-                f"{module.__name__} imported Megatron-LM's TorchFullyShardedDataParallel before "
-                "core.adapters.megatron_lm, and would go on using it; import core.adapters.megatron_lm first"
+                f"{module.__name__} imported Megatron-LM's {name} before core.adapters.megatron_lm, and would go on "
+                "using it; import core.adapters.megatron_lm first"
             )
-    for module, name in holders:
-        setattr(module, name, TorchFullyShardedDataParallel)
+    for module, name, own in holders:
+        setattr(module, name, own)
     registered_settings.clear()
     registered_settings.update(settings)
 

@@ -143,7 +143,9 @@ class DistributedDataParallel(_BaseDataParallel):
     def _views(self, of_experts: bool) -> list[ParamAndGradBuffer]:
         return [
             ParamAndGradBuffer(
-                buffer, [bucket for bucket in self.engine.bucket_at.values() if bucket.buffer is buffer]
+                buffer,
+                [bucket for bucket in self.engine.bucket_at.values() if bucket.buffer is buffer],
+                self.ddp_config,
             )
             for buffer in self.engine.buffers
             if (buffer.kind.kind == "expert") is of_experts
@@ -186,18 +188,24 @@ class _GivenLayout(Guard):
 
 
 class ParamAndGradBuffer:
-    """One flat buffer under Megatron-LM's names, for scripts that read them: a view that the library never uses.
+    """One flat buffer under Megatron-LM's names, for scripts and for Megatron-LM's optimizers: the library never uses
+    it.
 
-    It has ``params``, ``param_data``, ``grad_data``, ``numel``, ``buckets`` and ``param_index_map``. A bucket has
-    ``params``, ``param_data``, ``grad_data``, ``offset`` and ``param_to_index``. A bucket group, which here is the
-    bucket itself, also has ``buckets``, ``start_grad_sync`` and ``finish_grad_sync``.
+    It has ``params``, ``param_data``, ``grad_data``, ``numel``, ``buckets``, ``param_index_map`` and what
+    `DistributedOptimizer` of Megatron-LM reads. A bucket has ``params``, ``param_data``, ``grad_data``, ``offset`` and
+    ``param_to_index``. A bucket group, which here is the bucket itself, also has ``buckets``, ``start_grad_sync`` and
+    ``finish_grad_sync``.
     """
 
-    def __init__(self, buffer: FlatBuffer, buckets: list[Bucket]) -> None:
+    def __init__(self, buffer: FlatBuffer, buckets: list[Bucket], ddp_config: Any) -> None:
         # Made anew at each access. The memory is the `FlatBuffer`'s, and changes with each step.
         self.buckets, self.params = buckets, [param for bucket in buckets for param in bucket.params]
         self.param_data, self.grad_data, self.numel = buffer.param_data, buffer.grad_data, buffer.numel
         self.param_dtype, self.grad_dtype = buffer.kind.param_dtype, buffer.kind.grad_dtype
+        self.ddp_config, self.data_parallel_group = ddp_config, buffer.plan.groups.shard
+        self.data_parallel_world_size, self.num_optimizer_shards = self.data_parallel_group.size(), None
+        self.numel_unpadded = sum(bucket.numel_unpadded for bucket in buckets)
+        self.param_indices = list(range(len(self.params)))
 
     @property
     def param_index_map(self) -> dict[nn.Parameter, tuple[int, int, int]]:

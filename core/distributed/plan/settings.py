@@ -192,6 +192,9 @@ _BUFFER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")
 def own_settings(given: Any, engine: EngineKind | None = None) -> DistributedDataParallelConfig:
     """Returns a config of this library as it is, and what one of Megatron-LM's changes of its defaults as ours.
 
+    As in Megatron-LM, its sharding strategy counts with ``use_megatron_fsdp`` alone: its arguments set
+    ``optim_grads_params`` in every run.
+
     Args:
         engine: the wrapper's. None: FSDP2 if the config has FSDP2's field ``reshard_after_forward``.
 
@@ -209,6 +212,10 @@ def own_settings(given: Any, engine: EngineKind | None = None) -> DistributedDat
             "this library or of Megatron-LM"
         )
     changed = changed_fields(given)
+    if not changed.pop("use_megatron_fsdp", False):
+        changed.pop("data_parallel_sharding_strategy", None)
+    if engine is EngineKind.FULLY_SHARDED:
+        changed.setdefault("data_parallel_sharding_strategy", "optim_grads_params")
     try:
         return kind(**changed)
     except TypeError as error:

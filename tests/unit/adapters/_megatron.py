@@ -116,11 +116,11 @@ def name_in_model(name: str) -> str:
     return name.replace("decoder.layers.0.", f"decoder.layers.{dist.get_rank()}.")
 
 
-def wrap(kind: type[nn.Module], model: nn.Module) -> nn.Module:
+def wrap(kind: type[nn.Module], model: nn.Module, settings: Any = None) -> nn.Module:
     """Wraps a model as Megatron-LM's ``get_model`` does."""
     from megatron.core.distributed import TorchFullyShardedDataParallelConfig
 
-    settings = TorchFullyShardedDataParallelConfig(reshard_after_forward=True)
+    settings = settings or TorchFullyShardedDataParallelConfig(reshard_after_forward=True)
     return kind(config=model.config, ddp_config=settings, module=model, disable_bucketing=False)
 
 

@@ -64,6 +64,37 @@ def test_its_stages_train_by_megatrons_schedule_as_one_process() -> None:
         torch.testing.assert_close(weight, whole, rtol=0.0, atol=1e-2 * _megatron.LR, msg=name)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"use_distributed_optimizer": True},
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        # What Megatron-LM's arguments set in every run. It counts with `use_megatron_fsdp` alone.
+        {"data_parallel_sharding_strategy": "optim_grads_params", "bucket_size": 500, "overlap_grad_reduce": True},
+    ],
+    ids=lambda changed: "-".join(changed) or "replicas",
+)
+@on_ranks(2)
+def test_its_ddp_trains_with_megatrons_optimizer_as_megatrons(changed: dict[str, Any]) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from core.adapters import megatron_lm
+
+    is_sharded, results = changed.get("use_distributed_optimizer", False), []
+    for kind in (_stock("DistributedDataParallel"), megatron_lm.DistributedDataParallel):
+        with _megatron.groups():
+            model = _megatron.wrap(kind, _megatron.build(), DistributedDataParallelConfig(**changed))
+            model.config.no_sync_func = model.no_sync if changed.get("overlap_grad_reduce") else None
+            losses, norms, _ = _megatron.train(model, use_distributed_optimizer=is_sharded)
+            if changed.get("overlap_param_gather"):
+                model.disable_forward_pre_hook()  # as before an evaluation
+            results.append((losses, norms, _megatron.weights(model)))
+    (losses, norms, expected), (own_losses, own_norms, found) = results
+    assert (own_losses, own_norms) == (losses, norms) and expected.keys() == found.keys()
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
 @on_ranks(2)
 def test_an_fp16_overflow_in_one_shard_skips_every_ranks_step() -> None:
     from core.adapters import megatron_lm
@@ -118,30 +149,30 @@ def _gathered(value: Any) -> list[Any]:
     return found
 
 
-def _stock() -> type:
-    from core.adapters.megatron_lm import TorchFullyShardedDataParallel
+def _stock(name: str) -> type:
+    from core.adapters import megatron_lm
 
-    return TorchFullyShardedDataParallel._stock_class
+    return next(stock for stock, own in megatron_lm.REPLACED.items() if own.__name__ == name)
 
 
-def test_the_class_is_replaced_wherever_megatron_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "TorchFullyShardedDataParallel"])
+def test_the_class_is_replaced_wherever_megatron_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from core.adapters import megatron_lm
 
     training = ModuleType("megatron.training.training")  # imported before, under the name that it gives the class
-    training.torch_FSDP = _stock()
+    training.DP = _stock(name)
     monkeypatch.setitem(sys.modules, training.__name__, training)
     megatron_lm.register()
     import megatron.core.distributed as stock_package
 
-    assert training.torch_FSDP is megatron_lm.TorchFullyShardedDataParallel
-    assert stock_package.TorchFullyShardedDataParallel is megatron_lm.TorchFullyShardedDataParallel
+    assert training.DP is getattr(stock_package, name) is getattr(megatron_lm, name)
 
 
 def test_a_script_that_has_the_class_already_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from core.adapters import megatron_lm
 
     script = ModuleType("pretrain_mine")
-    script.DP = _stock()
+    script.DP = _stock("DistributedDataParallel")
     monkeypatch.setitem(sys.modules, script.__name__, script)
     with pytest.raises(ShardstackError, match=r"pretrain_mine imported .* before core.adapters.megatron_lm"):
         megatron_lm.register()
@@ -151,6 +182,22 @@ def _raises_one_line(error: type[Exception], match: str, *args: Any, **kwargs: A
     with pytest.raises(error, match=match) as raised:
         args[0](*args[1:], **kwargs)
     assert "\n" not in str(raised.value)
+
+
+@on_ranks(1)
+def test_a_setting_that_its_ddp_cannot_honour_is_one_line() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from core.adapters import megatron_lm
+
+    kind = megatron_lm.DistributedDataParallel
+    with _megatron.groups():
+        settings = DistributedDataParallelConfig(check_for_large_grads=True)
+        _raises_one_line(
+            ConfigError, "check_for_large_grads is True", _megatron.wrap, kind, _megatron.build(), settings
+        )
+        model = _megatron.wrap(kind, _megatron.build(), DistributedDataParallelConfig())
+        _raises_one_line(WrapError, "wrapper already", _megatron.wrap, kind, model, DistributedDataParallelConfig())
 
 
 @on_ranks(1)

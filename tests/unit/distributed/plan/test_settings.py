@@ -155,6 +155,7 @@ class _MegatronConfig:
     overlap_grad_reduce: bool = False
     use_distributed_optimizer: bool = False
     bucket_size: int | None = None
+    use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
     fp8_param_gather: bool = False
     average_in_collective: bool = False
@@ -176,9 +177,19 @@ class _MegatronFsdp2Config:
             {"use_distributed_optimizer": True, "bucket_size": 40, "grad_reduce_in_fp32": True},
         ),
         (
-            _MegatronConfig(data_parallel_sharding_strategy="optim_grads_params"),
+            _MegatronConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"),
             FullyShardedDataParallel,
             {"data_parallel_sharding_strategy": "optim_grads_params"},
+        ),
+        (
+            _MegatronConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads"),
+            DistributedDataParallel,
+            {"data_parallel_sharding_strategy": "optim_grads"},
+        ),
+        (
+            _MegatronConfig(data_parallel_sharding_strategy="optim_grads_params"),  # as its arguments set in every run
+            DistributedDataParallel,
+            {},
         ),
         (_MegatronFsdp2Config(False), TorchFullyShardedDataParallel, {"reshard_after_forward": False}),
     ],
@@ -191,7 +202,7 @@ def test_a_config_of_megatrons_is_read_by_name(given: Any, wrapper: type, change
         wrap_model(toy(), given, pg_collection=groups),
     ):
         assert type(model) is wrapper
-        assert {name: value for name, value in changed_fields(model.ddp_config).items() if name in changed} == changed
+        assert changed_fields(model.ddp_config) == changed
         assert model.process_group is dist.group.WORLD
 
 
