@@ -41,6 +41,7 @@ def cuda_is_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (torch.cuda, "current_device", lambda: "cpu"),
+            (torch.cuda, "current_stream", lambda *args: mock.MagicMock()),
             (torch.cuda, "get_rng_state", torch.get_rng_state),
             (torch.cuda, "manual_seed", lambda seed: None),
             (torch.cuda, "nvtx", mock.MagicMock()),
