@@ -90,7 +90,8 @@ class _WrappedParameters(WrappedModel):
         if any(isinstance(value, FlatRange) for value in state_dict.values()):
             return load_model_state_dict(self.module, state_dict, strict, process_group=self.process_group)
         with self.whole_parameters():
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            # Megatron-LM's `Float16Module` has a method of its own, which takes no `assign`.
+            return self.module.load_state_dict(state_dict, strict=strict, **{"assign": True} if assign else {})
 
     def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
         """Describes the wrapped model by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.

@@ -95,6 +95,23 @@ def test_its_ddp_trains_with_megatrons_optimizer_as_megatrons(changed: dict[str,
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
 
+@on_ranks(1)
+def test_a_model_in_bf16_is_loaded_as_megatron_loads_it() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from core.adapters import megatron_lm
+
+    with _megatron.groups():
+        for settings in (
+            DistributedDataParallelConfig(),
+            DistributedDataParallelConfig(use_distributed_optimizer=True),
+        ):
+            model = _megatron.wrap(megatron_lm.DistributedDataParallel, _megatron.build(bf16=True), settings)
+            state = {name: torch.full_like(p, 0.5) for name, p in model.module.module.named_parameters()}
+            model.load_state_dict(state, strict=False)  # as Megatron-LM's `load_checkpoint` calls it
+            assert all((parameter == 0.5).all() for parameter in model.parameters())
+
+
 @on_ranks(2)
 def test_an_fp16_overflow_in_one_shard_skips_every_ranks_step() -> None:
     from core.adapters import megatron_lm
