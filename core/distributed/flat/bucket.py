@@ -223,16 +223,6 @@ class Bucket(PlacedParams):
         """The bucket, in the list of Megatron-LM's bucket group."""
         return [self]
 
-    @property
-    def params_list(self) -> list[nn.Parameter]:
-        """The parameters, in the order of their places."""
-        return self.params
-
-    @property
-    def numel_unpadded(self) -> int:
-        """Number of elements up to the end of the last parameter."""
-        return self.slots[-1].end
-
     # ---- a step
 
     def _set_aside(self, additions: int | None, reduces: bool) -> None:

@@ -143,6 +143,13 @@ class PlacedParams:
         """The parameters, in the order of their places."""
         return [slot.param for slot in self.slots]
 
+    params_list = params  # one of Megatron-LM's names, as the next two
+
+    @property
+    def numel_unpadded(self) -> int:
+        """Number of elements up to the end of the last parameter."""
+        return self.slots[-1].end
+
     @property
     def param_to_index(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's elements, ``[start, end)``, counted from the beginning of the bucket."""
