@@ -139,7 +139,7 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
 
     def _start_bucket_group_param_sync(self, bucket_group: object, force_sync: bool = False) -> None:
         # Megatron-LM's optimizer calls it for one after the other. The first call gathers all.
-        if bucket_group is next(iter([*self.bucket_groups, *self.expert_parallel_bucket_groups])):
+        if bucket_group is (self.bucket_groups or self.expert_parallel_bucket_groups)[0]:
             self.start_param_sync(force_sync=force_sync)
 
 

@@ -219,7 +219,9 @@ def own_settings(given: Any, engine: EngineKind | None = None) -> DistributedDat
     try:
         return kind(**changed)
     except TypeError as error:
-        name = str(error).split("'")[1]
+        name = next((name for name in changed if f"argument '{name}'" in str(error)), None)
+        if name is None:  # a value of the wrong type
+            raise
         raise ParallelConfigError(
             f"{type(given).__name__} has {name}={changed[name]!r}, a setting that is not known here; leave it at its "
             f"default; {choices(name, [field.name for field in fields(kind)])}"

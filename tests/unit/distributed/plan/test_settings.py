@@ -158,7 +158,6 @@ class _MegatronConfig:
     use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
     fp8_param_gather: bool = False
-    average_in_collective: bool = False
     of_tomorrow: int = 0
 
 
@@ -220,6 +219,12 @@ def test_a_config_that_cannot_be_read_is_said_in_one_line(given: Any, said: str)
     with pytest.raises(ConfigError, match=said) as caught:
         plan_settings.own_settings(given)
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_of_the_wrong_type_is_pythons_error() -> None:
+    wrong: Any = "40"
+    with pytest.raises(TypeError, match="'int' and 'str'"):
+        plan_settings.own_settings(_MegatronConfig(bucket_size=wrong))
 
 
 @on_ranks(1)
