@@ -29,7 +29,7 @@ DOORS = {
     "lightning": [f"{ADAPTERS}lightning"],
     "ray": ["tests/functional/test_launchers.py"],
     "torchtitan": [f"{ADAPTERS}test_torchtitan.py"],
-    "megatron-core": [f"{ADAPTERS}test_megatron_lm.py"],
+    "megatron-core": [f"{ADAPTERS}megatron_lm"],
 }
 """Tests of each package's door."""
 PACKAGES = {

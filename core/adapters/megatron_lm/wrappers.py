@@ -1,58 +1,30 @@
-"""Megatron-LM's training loop on the wrappers of this library: import it before ``megatron.training``.
-
-    import core.adapters.megatron_lm                          # the first line of pretrain_gpt.py
-
-or run a script without a change in it::
-
-    torchrun --nproc-per-node 8 -m core.adapters.megatron_lm pretrain_gpt.py --use-torch-fsdp2 ...
-
-Megatron-LM's flags choose the wrapper. Without any it is `DistributedDataParallel` of this module, with
-``--use-distributed-optimizer`` its ZeRO-1, and with ``--use-torch-fsdp2`` `TorchFullyShardedDataParallel`. The first
-rank prints which was built. ``--use-megatron-fsdp`` still means Megatron-LM's own. `with_fsdp2` selects FSDP2 without
-the flag, for what Megatron-LM's check of the flag refuses, as tied embeddings and fp16; `register` gives FSDP2
-settings that have no flag. Fields of Megatron-LM's settings that differ from their defaults become fields of ours;
-`bridge/foreign_settings.json` says what is refused.
-"""
+"""The wrappers inside Megatron-LM's loop: they take what it gives to its own, and say which was built."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import runpy
 import sys
-from collections.abc import Callable, Iterable, Set
-from dataclasses import fields, replace
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection as MegatronGroups
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from .. import distributed
-from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
-from ..base.megatron_names import changed_fields
-from ..base.text import choices
-from ..distributed import TorchFullyShardedDataParallelConfig
-from ..distributed.distributed_data_parallel_config import EngineKind
-from ..distributed.groups import Ranks
-from ..distributed.guards import reject_wrapped
-from ..distributed.plan.settings import own_settings
-from ..distributed.plan.units import UnitChoice
-from .bridge.translation import check_settings, check_version
-
-check_version("megatron-core", "core.adapters.megatron_lm")
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.distributed import distributed_data_parallel as stock_ddp  # noqa: E402
-from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_fsdp2  # noqa: E402
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper  # noqa: E402
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # noqa: E402
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection as MegatronGroups  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
-
-__all__ = ["DistributedDataParallel", "TorchFullyShardedDataParallel", "register", "with_fsdp2"]
+from ... import distributed
+from ...base.errors import ParallelConfigError
+from ...distributed.distributed_data_parallel_config import EngineKind
+from ...distributed.groups import Ranks
+from ...distributed.guards import reject_wrapped
+from ...distributed.plan.settings import own_settings
+from ...distributed.plan.units import UnitChoice
+from ..bridge.translation import check_settings
+from .settings import translate_config
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -61,11 +33,6 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     tensor_parallel.ColumnParallelLinear,
 )
 """Megatron-LM's layers that become units, as in its own wrapper. Only outermost instances count."""
-
-
-registered_settings: dict[str, Any] = {}
-"""Fields of `TorchFullyShardedDataParallelConfig` for every FSDP2 wrapper that is constructed from now on. `register`
-sets them, for what no flag of Megatron-LM carries to the wrapper."""
 
 
 class DistributedDataParallel(distributed.DistributedDataParallel):
@@ -219,108 +186,3 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
             parameter.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
         config.no_sync_func = self.no_sync
         _say(self)
-
-
-def translate_config(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
-    """Returns the settings of a wrapper: what a config of Megatron-LM changes, attributes that were set on it besides,
-    and what was registered.
-
-    Raises:
-        ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one, or does not know it.
-    """
-    values = changed_fields(ddp_config)
-    if not isinstance(ddp_config, distributed.DistributedDataParallelConfig):
-        _check_known(values.keys() - {field.name for field in fields(ddp_config)}, "Megatron-LM's settings were given")
-    for name, value in registered_settings.items():
-        if values.get(name, value) != value:
-            raise ParallelConfigError(
-                f"{name} is {values[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
-            )
-    return TorchFullyShardedDataParallelConfig(**(values | registered_settings))
-
-
-REPLACED: dict[type, type[distributed._BaseDataParallel]] = {
-    stock_ddp.DistributedDataParallel: DistributedDataParallel,
-    stock_fsdp2.TorchFullyShardedDataParallel: TorchFullyShardedDataParallel,
-}
-"""The wrapper of this module in the place of each of Megatron-LM's."""
-
-
-def _check_known(names: Set[str], what: str) -> None:
-    allowed = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
-    for name in names - allowed:
-        raise ParallelConfigError(f"{what} {name}, which is no setting of FSDP2; {choices(name, allowed)}")
-
-
-def register(**settings: Any) -> None:
-    """Puts this library's wrappers in the place of Megatron-LM's. Importing `core.adapters.megatron_lm` calls it.
-
-    The classes are replaced in every module of Megatron-LM that has them, also in those that were imported before.
-
-    Args:
-        settings: fields of `core.distributed.TorchFullyShardedDataParallelConfig` for every FSDP2 wrapper from now
-            on, as ``grad_reduce_in_fp32=True``: Megatron-LM gives its own ``reshard_after_forward`` alone.
-
-    Raises:
-        ParallelConfigError: an unknown setting, or one that contradicts another.
-        ShardstackError: a module outside of Megatron-LM, as a training script, imported one of the classes before.
-    """
-    _check_known(settings.keys(), "register was given")
-    TorchFullyShardedDataParallelConfig(**settings)
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    holders = [
-        (module, name, own)
-        for module in modules
-        for name, value in list(vars(module).items())
-        for stock, own in REPLACED.items()
-        if value is stock  # what else a module has is not looked at: some warn then
-    ]
-    for module, name, _ in holders:
-        if not module.__name__.startswith("megatron."):
-            raise ShardstackError(
-                f"{module.__name__} imported Megatron-LM's {name} before core.adapters.megatron_lm, and would go on "
-                "using it; import core.adapters.megatron_lm first"
-            )
-    for module, name, own in holders:
-        setattr(module, name, own)
-    registered_settings.clear()
-    registered_settings.update(settings)
-
-
-def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Returns a model provider for ``pretrain`` that selects the FSDP2 wrapper when it builds the model.
-
-    Megatron-LM checks its flags before that: without ``--use-torch-fsdp2`` it demands neither untied embeddings nor
-    another precision than fp16, nor a value of ``CUDA_DEVICE_MAX_CONNECTIONS``. What cannot work is refused here.
-
-    Raises:
-        ParallelConfigError: by the provider, for an argument that FSDP2 cannot honour.
-    """
-
-    @functools.wraps(model_provider)
-    def provide(*args: Any, **kwargs: Any) -> nn.Module:
-        # Imported here: `core.adapters.megatron_lm` is imported before `megatron.training`.
-        arguments = importlib.import_module("megatron.training.global_vars").get_args()
-        check_settings(arguments, "megatron_lm arguments", where=" with with_fsdp2")
-        arguments.use_torch_fsdp2 = True
-        return model_provider(*args, **kwargs)
-
-    return provide
-
-
-def main() -> None:
-    """Runs the script that the first argument names, as Python would, with the other arguments."""
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-        raise ConfigError(
-            f"{' '.join(sys.argv[1:2]) or 'no script'} was given, which is no file; give the path of a script: "
-            "python -m core.adapters.megatron_lm pretrain_gpt.py --use-torch-fsdp2"
-        )
-    del sys.argv[0]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":  # of the imported module, whose class scripts find in Megatron-LM
-    importlib.import_module("shardstack.adapters.megatron_lm").main()
-else:
-    register()

@@ -167,9 +167,9 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _stock(name: str) -> type:
-    from core.adapters import megatron_lm
+    from core.adapters.megatron_lm import registration
 
-    return next(stock for stock, own in megatron_lm.REPLACED.items() if own.__name__ == name)
+    return next(stock for stock, own in registration.REPLACED.items() if own.__name__ == name)
 
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "TorchFullyShardedDataParallel"])
@@ -246,7 +246,7 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
     from core.adapters import megatron_lm
-    from core.adapters.megatron_lm import translate_config
+    from core.adapters.megatron_lm.settings import translate_config
 
     assert translate_config(TorchFullyShardedDataParallelConfig()).reshard_after_forward is True
     assert translate_config(TorchFullyShardedDataParallelConfig(reshard_after_forward=2)).reshard_after_forward == 2
@@ -317,11 +317,11 @@ def test_a_script_runs_unchanged_by_its_path(tmp_path: Path) -> None:
         "import runpy\nrunpy.run_module('core.adapters.megatron_lm', run_name='__main__', alter_sys=True)\n"
     )
     ended = run_program(module, script, "--flag", folder=tmp_path)
-    assert ended.out == "shardstack.adapters.megatron_lm --flag\n", ended.err
+    assert ended.out == "shardstack.adapters.megatron_lm.wrappers --flag\n", ended.err
 
 
 def test_a_script_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.adapters.megatron_lm import main
+    from core.adapters.megatron_lm.__main__ import main
 
     monkeypatch.setattr(sys, "argv", ["core.adapters.megatron_lm", "pretrain_gtp.py"])
     _raises_one_line(ConfigError, r"pretrain_gtp\.py was given, which is no file", main)
