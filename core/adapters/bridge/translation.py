@@ -38,6 +38,11 @@ _TABLES: dict[str, dict[str, dict[str, Any]]] = json.loads(
 )
 
 
+def table(name: str) -> dict[str, Any]:
+    """Returns a table of ``foreign_settings.json``."""
+    return _TABLES[name]
+
+
 def check_settings(settings: Any, table: str, *, where: str = "") -> None:
     """Raises for another library's setting that is refused here. Warns once of each that is given and ignored.
 

@@ -9,21 +9,35 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from megatron.core import optimizer as stock_optimizer
 from megatron.core.distributed import distributed_data_parallel as stock_ddp
 from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_fsdp2
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as stock_fsdp
 from torch import nn
 
 from ...base.errors import ShardstackError
-from ...distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel
+from ...distributed import TorchFullyShardedDataParallelConfig
 from ..bridge.translation import check_settings
 from .settings import check_known, registered_settings
-from .wrappers import DistributedDataParallel, TorchFullyShardedDataParallel
+from .training_step import finalize_model_grads, get_megatron_optimizer, megatron_step
+from .wrappers import DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel
 
-REPLACED: dict[type, type[_BaseDataParallel]] = {
+_FSDP_NAMES = ("FullyShardedDataParallel", "FullyShardedDataParallelV1", "FullyShardedDataParallelV2")
+
+REPLACED: dict[Any, Any] = {
     stock_ddp.DistributedDataParallel: DistributedDataParallel,
     stock_fsdp2.TorchFullyShardedDataParallel: TorchFullyShardedDataParallel,
+    **{getattr(stock_fsdp, n): FullyShardedDataParallel for n in _FSDP_NAMES if hasattr(stock_fsdp, n)},
+    **{
+        stock: functools.partial(own, stock)
+        for stock, own in (
+            (megatron_step.finalize_model_grads, finalize_model_grads),
+            (stock_optimizer.get_megatron_optimizer, get_megatron_optimizer),
+        )
+    },
 }
-"""The wrapper of this module in the place of each of Megatron-LM's."""
+"""The class or function of this adapter in the place of each of Megatron-LM's. Megatron-FSDP has one class up to 0.19,
+and from 0.20 two of them and a function."""
 
 
 def register(**settings: Any) -> None:

@@ -36,11 +36,13 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
 
 
 class DistributedDataParallel(distributed.DistributedDataParallel):
-    """`core.distributed.DistributedDataParallel` inside Megatron-LM: replicas, and ZeRO-1 with
-    ``use_distributed_optimizer``.
+    """`core.distributed.DistributedDataParallel` inside Megatron-LM: replicas, ZeRO-1 with
+    ``use_distributed_optimizer``, and what `chosen_strategy` finds: for ``optim_grads_params`` the constructor returns
+    a `FullyShardedDataParallel`.
 
-    Megatron-LM's optimizers update the model, its `DistributedOptimizer` on the buffers of this wrapper, and its loop,
-    schedules and checkpoints call the wrapper as they call their own.
+    Megatron-LM's loop, schedules and checkpoints call the wrapper as they call their own. Where a strategy was chosen
+    an optimizer of this library updates the model; else Megatron-LM's do, its `DistributedOptimizer` on the buffers of
+    this wrapper.
 
     Args:
         config: the model's, of Megatron-LM's classes.
@@ -59,6 +61,11 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
     overlap_param_gather_with_optimizer_step = False
     """Set by Megatron-LM's `get_megatron_optimizer`, and read there."""
 
+    def __new__(cls, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if chosen_strategy(ddp_config) == "optim_grads_params":
+            return FullyShardedDataParallel(config, ddp_config, module, pg_collection=kwargs.get("pg_collection"))
+        return super().__new__(cls)
+
     def __init__(
         self,
         config: Any,
@@ -69,17 +76,19 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
         full_param_layout: Any = None,
     ) -> None:
         reject_wrapped(module, (MegatronWrapper, distributed._BaseDataParallel))
-        # Megatron-LM names the last micro-batch of a step only where gradients overlap, and has made bucket_size of
-        # num_buckets.
-        in_elements = replace(ddp_config, num_buckets=None) if getattr(ddp_config, "num_buckets", None) else ddp_config
-        settings = replace(
-            own_settings(in_elements, EngineKind.FLAT_BUFFERS),
-            overlap_grad_reduce=bool(ddp_config.overlap_grad_reduce),
-            overlap_param_gather=bool(ddp_config.overlap_param_gather),
-        )
+        strategy = chosen_strategy(ddp_config)
+        settings = _own_settings(ddp_config, EngineKind.FLAT_BUFFERS)
+        if strategy is None:  # Megatron-LM names the last micro-batch of a step only where gradients overlap
+            gradients, parameters = bool(ddp_config.overlap_grad_reduce), bool(ddp_config.overlap_param_gather)
+            settings = replace(settings, overlap_grad_reduce=gradients, overlap_param_gather=parameters)
+        else:
+            settings = replace(
+                settings, data_parallel_sharding_strategy=strategy, use_distributed_optimizer=strategy != "no_shard"
+            )
         groups = MegatronGroups.use_mpu_process_groups() if pg_collection is None else pg_collection
         super().__init__(config, settings, module, disable_bucketing, groups)
-        self.ddp_config = ddp_config  # Megatron-LM reads fields that only its own config has
+        self.has_own_optimizer = strategy is not None
+        self.ddp_config = _for_the_loop(ddp_config, self.has_own_optimizer)
         # Whether the next forward gathers what Megatron-LM's optimizer may have updated, which leaves that to the
         # wrapper if gathers overlap. The calls before and after an update set it; a forward clears it.
         self._gathers_next = False
@@ -87,11 +96,15 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         super().finish_grad_sync(force_all_reduce)
-        self._gathers_next = self.plan.settings.overlap_param_gather
+        self._gathers_next = self._is_gathered_in_forward
 
     def zero_grad_buffer(self) -> None:
         super().zero_grad_buffer()
-        self._gathers_next = self.plan.settings.overlap_param_gather
+        self._gathers_next = self._is_gathered_in_forward
+
+    @property
+    def _is_gathered_in_forward(self) -> bool:
+        return self.plan.settings.overlap_param_gather and not self.has_own_optimizer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._gathers_next:
@@ -108,6 +121,91 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
         # Megatron-LM's optimizer calls it for one after the other. The first call gathers all.
         if bucket_group is (self.bucket_groups or self.expert_parallel_bucket_groups)[0]:
             self.start_param_sync(force_sync=force_sync)
+
+
+class FullyShardedDataParallel(distributed.FullyShardedDataParallel):
+    """`core.distributed.FullyShardedDataParallel` (ZeRO-3 on flat buffers) inside Megatron-LM, in the place of its
+    Megatron-FSDP. For another strategy than ``optim_grads_params`` the constructor returns a
+    `DistributedDataParallel`.
+
+    An optimizer of this library updates the model.
+
+    Args:
+        config: the model's, of Megatron-LM's classes.
+        ddp_config: Megatron-LM's ``DistributedDataParallelConfig``, as of `DistributedDataParallel`.
+        module: the model; usually a ``Float16Module`` in bf16 or fp16, whose parameters stay in its dtype.
+        fsdp_unit_modules: classes of units; `DEFAULT_UNIT_CLASSES` by default.
+        disable_bucketing: changes nothing: a unit is the bucket.
+        device: not read. The model is on its device.
+        pg_collection: Megatron-LM's groups; by default those of its ``parallel_state``.
+
+    Raises:
+        ParallelConfigError, ConfigError: a field that this wrapper cannot honour.
+        WrapError: a model that is wrapped already.
+    """
+
+    has_own_optimizer = True
+
+    def __new__(cls, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (chosen_strategy(ddp_config) or "optim_grads_params") != "optim_grads_params":
+            pg_collection = kwargs.get("pg_collection", args[3] if len(args) > 3 else None)
+            return DistributedDataParallel(config, ddp_config, module, pg_collection=pg_collection)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        fsdp_unit_modules: Iterable[UnitChoice] | None = None,
+        disable_bucketing: bool = False,
+        device: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        reject_wrapped(module, (MegatronWrapper, distributed._BaseDataParallel))
+        super().__init__(
+            config,
+            _own_settings(ddp_config, EngineKind.FULLY_SHARDED),
+            module,
+            DEFAULT_UNIT_CLASSES if fsdp_unit_modules is None else fsdp_unit_modules,
+            pg_collection=MegatronGroups.use_mpu_process_groups() if pg_collection is None else pg_collection,
+        )
+        self.ddp_config = _for_the_loop(ddp_config, True)
+        _say(self)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Does nothing, as the two methods below, by Megatron-LM's names: forward gathers each unit."""
+
+    def enable_forward_pre_hook(self) -> None: ...
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None: ...
+
+
+def chosen_strategy(ddp_config: Any) -> str | None:
+    """Returns the sharding strategy that a Megatron-LM config and the command line choose, None if they choose none.
+
+    The config's strategy counts with ``use_megatron_fsdp``, or if ``--data-parallel-sharding-strategy`` is on the
+    command line: Megatron-LM's arguments set it in every run.
+    """
+    is_typed = any(word.partition("=")[0] == "--data-parallel-sharding-strategy" for word in sys.argv)
+    if is_typed or getattr(ddp_config, "use_megatron_fsdp", False):
+        return str(ddp_config.data_parallel_sharding_strategy)
+    return None
+
+
+def _own_settings(ddp_config: Any, engine: EngineKind) -> distributed.DistributedDataParallelConfig:
+    # Megatron-LM has made bucket_size of num_buckets.
+    return own_settings(replace(ddp_config, num_buckets=None) if ddp_config.num_buckets else ddp_config, engine)
+
+
+def _for_the_loop(ddp_config: Any, has_own_optimizer: bool) -> Any:
+    """Returns the config that Megatron-LM's loop and schedules read of a wrapper: fields that only its own config has.
+
+    It asks Megatron-FSDP's wrapper for more, and for DTensors.
+    """
+    return (
+        replace(ddp_config, use_megatron_fsdp=False, overlap_param_gather=False) if has_own_optimizer else ddp_config
+    )
 
 
 def _say(wrapper: distributed._BaseDataParallel) -> None:
