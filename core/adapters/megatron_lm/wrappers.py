@@ -195,7 +195,8 @@ def chosen_strategy(ddp_config: Any) -> str | None:
 
 def _own_settings(ddp_config: Any, engine: EngineKind) -> distributed.DistributedDataParallelConfig:
     # Megatron-LM has made bucket_size of num_buckets.
-    return own_settings(replace(ddp_config, num_buckets=None) if ddp_config.num_buckets else ddp_config, engine)
+    has_number = getattr(ddp_config, "num_buckets", None) is not None
+    return own_settings(replace(ddp_config, num_buckets=None) if has_number else ddp_config, engine)
 
 
 def _for_the_loop(ddp_config: Any, has_own_optimizer: bool) -> Any:

@@ -212,7 +212,7 @@ def own_settings(given: Any, engine: EngineKind | None = None) -> DistributedDat
             "this library or of Megatron-LM"
         )
     changed = changed_fields(given)
-    if not changed.pop("use_megatron_fsdp", False):
+    if not changed.pop("use_megatron_fsdp", False) | changed.pop("use_custom_fsdp", False):  # the second: its old name
         changed.pop("data_parallel_sharding_strategy", None)
     if engine is EngineKind.FULLY_SHARDED:
         changed.setdefault("data_parallel_sharding_strategy", "optim_grads_params")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from core.distributed import FullyShardedDataParallel
 from tests.unit.distributed._toys import full
 
 STEPS, MICRO_BATCHES, VOCAB, SEQUENCE, SAMPLES = 4, 3, 32, 8, 2
@@ -37,8 +38,11 @@ class _CudaIsCpu(TorchFunctionMode):
 def cuda_is_cpu() -> Iterator[None]:
     """Patches the names of CUDA that megatron-core needs to build, train and clip a GPT, for the CPU."""
     from megatron.core.tensor_parallel import random as streams
+    from megatron.core.transformer.moe import moe_utils
 
     with ExitStack() as stack:
+        # 0.16 reads a name of Transformer Engine that it has not imported.
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         for owner, name, stand_in in (
             (torch.cuda, "current_device", lambda: "cpu"),
             (torch.cuda, "current_stream", lambda *args: mock.MagicMock()),
@@ -54,12 +58,12 @@ def cuda_is_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def groups(pipeline: int = 1) -> Iterator[None]:
+def groups(pipeline: int = 1, tensor: int = 1, expert: int = 1) -> Iterator[None]:
     """Makes process groups of megatron-core over all ranks, and its random streams."""
     from megatron.core import parallel_state, tensor_parallel
 
     with cuda_is_cpu():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
+        parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         try:
             yield
@@ -88,7 +92,7 @@ def build(tied: bool = False, *, pre_process: bool = True, post_process: bool = 
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(fields.get("num_moe_experts"), qk_layernorm=fields.get("qk_layernorm", False)),
         VOCAB,
         SEQUENCE,
         parallel_output=True,
@@ -100,21 +104,26 @@ def build(tied: bool = False, *, pre_process: bool = True, post_process: bool = 
     return Float16Module(config, model) if config.bf16 or config.fp16 else model
 
 
-def build_stage() -> nn.Module:
+def build_stage(tied: bool = False) -> nn.Module:
     """Builds this rank's stage of two pipeline stages, with weights of `build`."""
-    whole = dict(build().named_parameters())
-    is_first = dist.get_rank() == 0
+    from megatron.core import parallel_state
+
+    whole = dict(build(tied).named_parameters())
+    is_first = parallel_state.is_pipeline_first_stage()
     fields = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "batch_p2p_sync": False}
-    model = build(pre_process=is_first, post_process=not is_first, **fields)
+    model = build(tied, pre_process=is_first, post_process=not is_first, **fields)
+    shared = "embedding.word_embeddings.weight"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(whole[name_in_model(name)])
+            parameter.copy_(whole[shared if tied and name == "output_layer.weight" else name_in_model(name)])
     return model
 
 
 def name_in_model(name: str) -> str:
     """Returns the name in the whole model of this rank's stage's parameter."""
-    return name.replace("decoder.layers.0.", f"decoder.layers.{dist.get_rank()}.")
+    from megatron.core import parallel_state
+
+    return name.replace("decoder.layers.0.", f"decoder.layers.{parallel_state.get_pipeline_model_parallel_rank()}.")
 
 
 def wrap(kind: type[nn.Module], model: nn.Module, settings: Any = None) -> nn.Module:
@@ -156,9 +165,8 @@ def train(
     from megatron.core.utils import get_model_config
 
     config, replica = get_model_config(model), parallel_state.get_data_parallel_rank()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=LR, min_lr=LR, weight_decay=0.0, clip_grad=CLIP, **fields), [model]
-    )
+    of_optimizer = {"optimizer": "adam", "lr": LR, "min_lr": LR, "weight_decay": 0.0, "clip_grad": CLIP}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**of_optimizer, **fields}), [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     losses, norms = [], []
@@ -208,7 +216,10 @@ def serial(ranks: int, tied: bool = False, per_token: bool = False) -> tuple[lis
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns whole weights by their names in the plain model."""
+    """Returns whole weights, of this rank's stage and tensor-parallel part, by their names in the plain model."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.whole_parameters():
+            return {name.replace("module.", ""): p.detach().clone() for name, p in model.named_parameters()}
     return {name.replace("module.", ""): full(parameter) for name, parameter in model.named_parameters()}
 
 

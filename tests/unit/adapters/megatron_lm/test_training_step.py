@@ -1,0 +1,174 @@
+"""Wrappers that a sharding strategy chooses inside Megatron-LM, by its schedule, against its own DDP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from core.base.errors import ConfigError, ParallelConfigError
+from tests.unit._quick import needs
+from tests.unit._spawn import on_ranks
+from tests.unit.adapters import _megatron
+
+pytestmark = needs("megatron")
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 0.0}
+"""Shows the bits of gradients. Two ranks add two numbers, in any order."""
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+
+CLASSES = {
+    "no_shard": "DistributedDataParallel",
+    "optim": "DistributedDataParallel",
+    "optim_grads": "DistributedDataParallel",
+    "optim_grads_params": "FullyShardedDataParallel",
+}
+
+
+def parallel_state() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state
+
+
+def _train(
+    strategy: str | None,
+    changed: Mapping[str, Any] = NOTHING,
+    *,
+    layout: Mapping[str, int] = NOTHING,
+    model: Mapping[str, Any] = NOTHING,
+    **fields: Any,
+) -> tuple[Any, ...]:
+    """Returns losses, norms and whole weights under a strategy's wrapper, or under Megatron-LM's DDP."""
+    from megatron.core import distributed
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from core.adapters.megatron_lm import registration
+
+    kind, chosen = distributed.FullyShardedDataParallel, {"data_parallel_sharding_strategy": strategy}
+    if strategy is None:
+        kind = next(k for k, own in registration.REPLACED.items() if own is registration.DistributedDataParallel)
+    settings = DistributedDataParallelConfig(**changed, **({"use_megatron_fsdp": True, **chosen} if strategy else {}))
+    with _megatron.groups(**layout):
+        stages = parallel_state().get_pipeline_model_parallel_world_size()
+        built = _megatron.build_stage(**model) if stages > 1 else _megatron.build(**model)
+        wrapper = _megatron.wrap(kind, built, settings)
+        if strategy is not None:
+            expected = f"shardstack.adapters.megatron_lm.wrappers.{CLASSES[strategy]}"
+            assert (f"{type(wrapper).__module__}.{type(wrapper).__name__}", wrapper.plan.strategy) == (
+                expected,
+                strategy,
+            )
+        if settings.overlap_grad_reduce:
+            wrapper.config.no_sync_func = wrapper.no_sync  # as Megatron-LM's loop
+        losses, norms, _ = _megatron.train(wrapper, **fields)
+        return losses, norms, _megatron.weights(wrapper)
+
+
+def _assert_equal(found: Any, expected: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Compares losses, norms and weights. By default to the bit, but for norms, which this library sums in double."""
+    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(found[1], expected[1], rtol=max(rtol, 1e-6), atol=atol)
+    torch.testing.assert_close(found[2], expected[2], rtol=rtol, atol=atol)
+
+
+@on_ranks(2)
+def test_a_chosen_strategy_has_the_bits_of_megatrons_ddp() -> None:
+    expected = _train(None, **SGD)
+    for strategy in CLASSES:
+        _assert_equal(_train(strategy, **SGD), expected)
+        _assert_equal(_train(strategy, {"overlap_grad_reduce": True}, **SGD), expected)
+
+
+@on_ranks(2)
+def test_adam_in_fp32_and_bf16_is_as_near_as_its_rounding() -> None:
+    # Adam rounds in another order here than in torch's AdamW. A step changes a weight by `LR`, also one whose gradient
+    # is rounding alone, as a key's bias. In bf16 fp32 masters are rounded, to 8 bits.
+    for model, fields, rtol, atol in (({}, {}, 1e-5, 1e-2), ({"bf16": True}, {"bf16": True}, 2**-8, 2.0)):
+        expected = _train(None, model=model, **fields)
+        for strategy in ("optim_grads", "optim_grads_params"):
+            _assert_equal(_train(strategy, model=model, **fields), expected, rtol=rtol, atol=atol * _megatron.LR)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ({"pipeline": 2}, {"tied": True}),
+        ({"tensor": 2}, {"qk_layernorm": True}),
+        ({"expert": 2}, EXPERTS),
+        ({}, {"calculate_per_token_loss": True}),
+    ],
+    ids=["pipeline", "tensor", "experts", "per-token"],
+)
+@on_ranks(2)
+def test_a_chosen_strategy_trains_under(layout: dict[str, int], model: dict[str, Any]) -> None:
+    expected = _train(None, layout=layout, model=model, **SGD)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        _assert_equal(_train(strategy, layout=layout, model=model, **SGD), expected)
+
+
+@pytest.mark.long
+@on_ranks(4)
+def test_four_ranks_add_gradients_in_another_order() -> None:
+    for layout, model in (({}, {}), ({"pipeline": 2}, {"tied": True}), ({"expert": 2}, EXPERTS)):
+        expected = _train(None, layout=layout, model=model, **SGD)
+        for strategy in ("optim_grads", "optim_grads_params"):
+            found = _train(strategy, layout=layout, model=model, **SGD)
+            _assert_equal(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_strategy_counts_if_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from core.adapters.megatron_lm.wrappers import chosen_strategy
+
+    of_arguments = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    for words, expected in (
+        ([], None),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], "optim_grads_params"),
+        (["--data-parallel-sharding-strategy=optim_grads_params"], "optim_grads_params"),
+        (["--outer-dp-sharding-strategy", "optim"], None),
+    ):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        assert chosen_strategy(of_arguments) == expected
+    assert chosen_strategy(replace(of_arguments, use_megatron_fsdp=True)) == "optim_grads_params"
+
+
+@on_ranks(1)
+def test_what_the_optimizer_cannot_honour_is_one_line() -> None:
+    for fields, match in (
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload is True"),
+        ({"optimizer": "lion"}, "optimizer"),
+    ):
+        with pytest.raises(ConfigError, match=match) as raised:
+            _train("optim_grads", **fields)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ParallelConfigError, match="its thresholds are updated by Megatron-LM's finalize_model_grads"):
+        _train("optim_grads", model=EXPERTS | {"moe_router_load_balancing_type": "quantile_balancing"})
+
+
+@on_ranks(1)
+def test_the_loop_finds_what_it_reads_of_an_optimizer() -> None:
+    from core.adapters import megatron_lm  # isort: skip  # before what it replaces is imported
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+    )
+    with _megatron.groups():
+        wrapper = _megatron.wrap(megatron_lm.FullyShardedDataParallel, _megatron.build(), settings)
+        # Fields that Megatron-LM's arguments set in every run, and that Adam does not read.
+        config = OptimizerConfig(optimizer="adam", lr=0.1, muon_momentum=0.9, fp8_recipe="delayed")
+        optimizer = get_megatron_optimizer(config, [wrapper])
+        assert optimizer.is_stub_optimizer is False
+        optimizer.prepare_model_params_for_param_sync()
+        optimizer.reload_model_params()
+        assert wrapper.config.no_sync_func == wrapper.no_sync
