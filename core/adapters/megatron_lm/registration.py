@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +16,11 @@ from megatron.core.distributed import torch_fully_sharded_data_parallel as stock
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as stock_fsdp
 from torch import nn
 
-from ...base.errors import ShardstackError
+from ...base.errors import ParallelConfigError, ShardstackError
+from ...base.text import choices
 from ...distributed import TorchFullyShardedDataParallelConfig
 from ..bridge.translation import check_settings
-from .settings import check_known, registered_settings
+from .settings import registered_settings
 from .training_step import finalize_model_grads, get_megatron_optimizer, megatron_step
 from .wrappers import DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel
 
@@ -53,7 +55,9 @@ def register(**settings: Any) -> None:
         ParallelConfigError: an unknown setting, or one that contradicts another.
         ShardstackError: a module outside of Megatron-LM, as a training script, imported one of the classes before.
     """
-    check_known(settings.keys(), "register was given")
+    allowed = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
+    for name in settings.keys() - allowed:
+        raise ParallelConfigError(f"register was given {name}, which is no setting of FSDP2; {choices(name, allowed)}")
     TorchFullyShardedDataParallelConfig(**settings)
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     holders = [

@@ -262,7 +262,7 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
     assert translate_config(added).forward_prefetch == 2
     added.forward_prefetc = 3
     _raises_one_line(
-        ParallelConfigError, "given forward_prefetc, which is no setting of FSDP2", translate_config, added
+        ParallelConfigError, "has forward_prefetc=3, a setting that is not known here", translate_config, added
     )
     try:
         megatron_lm.register(grad_reduce_in_fp32=True, reshard_after_forward=False)

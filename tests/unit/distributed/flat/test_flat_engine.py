@@ -57,7 +57,7 @@ def _add_here(weight: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     return torch.full_like(gradient, float("nan"))  # what the wrapper must not add
 
 
-@pytest.mark.parametrize("kind", BUFFERED)
+@pytest.mark.parametrize("kind", [*BUFFERED, "zero3"])
 @on_ranks(2)
 def test_a_gradient_that_a_layer_has_added_itself_is_respected(kind: str) -> None:
     config = SimpleNamespace(gradient_accumulation_fusion=True)
@@ -65,7 +65,7 @@ def test_a_gradient_that_a_layer_has_added_itself_is_respected(kind: str) -> Non
     weight = model.module.head.weight
     for _ in range(2):
         model.zero_grad_buffer()
-        assert not weight.main_grad.any()
+        assert kind == "zero3" or not weight.main_grad.any()  # which has the memory once the unit is gathered
         hook = weight.register_hook(lambda gradient: _add_here(weight, gradient))
         accumulate(model)
         hook.remove()

@@ -1,0 +1,102 @@
+"""Megatron-LM's own pretraining script, from its sources, on this library's wrappers: by one line, and its own flags.
+
+    MEGATRON_LM=/path/to/Megatron-LM python -m pytest tests/functional/test_megatron_lm_sources.py
+
+Without the sources, which no package installs, these tests are skipped. Each case compares printed digits of losses
+and gradient norms with Megatron-LM's own wrapper, and the class that was built.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.unit._program import REPOSITORY, program_environment
+from tests.unit._quick import needs
+
+SOURCES = os.environ.get("MEGATRON_LM", "")
+pytestmark = [
+    needs("megatron"),
+    pytest.mark.skipif(not SOURCES, reason="MEGATRON_LM does not name the folder of Megatron-LM's sources"),
+]
+ON_CPU = Path(__file__).with_name("_megatron_on_cpu.py")
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --weight-decay 0.01 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 16 "
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--log-interval 1 --eval-interval 100 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
+    "--distributed-timeout-minutes 3 --num-workers 0 --distributed-backend gloo "
+    "--position-embedding-type learned_absolute"
+)
+LINE = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+).*?grad norm: (\S+)")
+ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear"
+FSDP2 = "--use-torch-fsdp2 --untie-embeddings-and-output-weights"
+
+
+@cache
+def _run(first: str, flags: str, ranks: int = 2, iterations: int = 5) -> tuple[str, dict[int, tuple[float, float]]]:
+    """Returns the line that names what was built, and loss and norm by iteration."""
+    connections = "8" if "fsdp" in flags else "1"  # what Megatron-LM's check of its flags demands
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = str(Path(SOURCES, "pretrain_gpt.py"))
+    ended = subprocess.run(
+        [*command, str(ON_CPU), script, *MODEL.split(), "--train-iters", str(iterations), *flags.split()],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=program_environment(
+            FIRST=first,
+            CUDA_DEVICE_MAX_CONNECTIONS=connections,
+            PYTHONPATH=os.pathsep.join([SOURCES, str(REPOSITORY)]),
+        ),
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    (built,) = re.findall(r"^BUILT (.*)$", ended.stdout, re.MULTILINE)
+    return built, {int(number): (float(loss), float(norm)) for number, loss, norm in LINE.findall(ended.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "wrapper", "ranks"),
+    [
+        ("", "", "DistributedDataParallel", 2),
+        ("", "--use-distributed-optimizer", "DistributedDataParallel", 2),
+        ("--overlap-grad-reduce", "--use-distributed-optimizer --overlap-param-gather", "DistributedDataParallel", 2),
+        ("", ZERO2, "DistributedDataParallel", 2),
+        ("", ZERO3, "FullyShardedDataParallel", 2),
+        ("--overlap-grad-reduce", ZERO3, "FullyShardedDataParallel", 2),
+        ("", f"--use-megatron-fsdp --ckpt-format fsdp_dtensor {ZERO3}", "FullyShardedDataParallel", 2),
+        ("--untie-embeddings-and-output-weights", "--use-torch-fsdp2", "TorchFullyShardedDataParallel", 2),
+        ("--bf16", ZERO3, "FullyShardedDataParallel", 2),
+        ("--fp16 --initial-loss-scale 65536", ZERO2, "DistributedDataParallel", 2),
+        ("--tensor-model-parallel-size 2", ZERO3, "FullyShardedDataParallel", 2),
+        (EXPERTS, "--use-distributed-optimizer", "DistributedDataParallel", 2),
+        (EXPERTS, ZERO3, "FullyShardedDataParallel", 2),
+        ("--pipeline-model-parallel-size 2", ZERO3, "FullyShardedDataParallel", 4),
+        (
+            "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            ZERO2,
+            "DistributedDataParallel",
+            2,
+        ),
+    ],
+    ids=lambda value: str(value).replace("--", "")[:48] or "default",
+)
+def test_one_line_and_the_same_digits(flags: str, chosen: str, wrapper: str, ranks: int) -> None:
+    stock, expected = _run("", flags, ranks)
+    built, found = _run("core.adapters.megatron_lm", f"{flags} {chosen}", ranks)
+    assert stock.startswith("megatron.") and built.startswith(f"shardstack.adapters.megatron_lm.wrappers.{wrapper} ")
+    assert sorted(found) == sorted(expected) == [1, 2, 3, 4, 5]
+    for number, (loss, norm) in expected.items():
+        # Seven digits of a loss, and three decimals of a norm are printed. More than two ranks add in another order,
+        # and norms are summed in double here; fp16 rounds what they scale.
+        assert found[number][0] == pytest.approx(loss, rel=1e-6 if "16" not in flags else 1e-5)
+        assert found[number][1] == pytest.approx(norm, abs=1.1e-3)
