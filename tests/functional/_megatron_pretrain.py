@@ -1,9 +1,12 @@
 """A minimal pretraining script for Megatron-LM. Tests run it with its imports changed.
 
 torchrun --nproc-per-node 2 pretrain.py [--use-torch-fsdp2 | --use-distributed-optimizer] [--bf16]
+
+`test_megatron_core_script.py` runs it unchanged on megatron-core, with the adapter and without.
 """
 
 import argparse
+import inspect
 import os
 from functools import partial
 
@@ -40,7 +43,14 @@ def initialize_megatron():
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
     data_parallel = parallel_state.get_data_parallel_world_size()
-    init_num_microbatches_calculator(torch.distributed.get_rank(), GLOBAL_BATCH, MICRO_BATCH, data_parallel)
+    grows = "rampup_batch_size" in inspect.signature(init_num_microbatches_calculator).parameters  # up to 0.16
+    init_num_microbatches_calculator(
+        rank=torch.distributed.get_rank(),
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=MICRO_BATCH,
+        data_parallel_size=data_parallel,
+        **({"rampup_batch_size": None} if grows else {}),
+    )
 
 
 def model_provider(config, pre_process=True, post_process=True):
@@ -68,6 +78,7 @@ def get_model(args, config):
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=not args.use_torch_fsdp2,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
         check_for_nan_in_grad=True,
     )
     model = [
@@ -131,6 +142,7 @@ def main():
     parser = argparse.ArgumentParser()
     for flag in ("--use-torch-fsdp2", "--use-distributed-optimizer", "--bf16", "--calculate-per-token-loss"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--data-parallel-sharding-strategy", default="no_shard")
     args = parser.parse_args()
     initialize_megatron()
     config = TransformerConfig(
@@ -145,7 +157,14 @@ def main():
         calculate_per_token_loss=args.calculate_per_token_loss,
     )
     model = get_model(args, config)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, bf16=args.bf16), model)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        bf16=args.bf16,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, model)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -162,6 +181,10 @@ def main():
     config = get_model_config(model[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    if not args.use_torch_fsdp2:
+        config.no_sync_func = model[0].no_sync
+    if torch.distributed.get_rank() == 0:
+        print(f"built: {type(model[0]).__module__}.{type(model[0]).__name__}", flush=True)
     data_iterator = batches()
     for iteration in range(STEPS):
         loss, grad_norm = train_step(data_iterator, model, optimizer, scheduler)
