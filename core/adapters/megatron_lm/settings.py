@@ -1,8 +1,11 @@
-"""Settings of FSDP2 wrappers: fields of Megatron-LM's config, and what was registered."""
+"""Settings of FSDP2 wrappers: fields of Megatron-LM's config, and what was registered. Lines for Megatron-LM's log."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import torch.distributed as dist
 
 from ...base.errors import ParallelConfigError
 from ...base.megatron_names import changed_fields
@@ -29,3 +32,10 @@ def translate_config(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
                 f"{name} is {values[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
             )
     return TorchFullyShardedDataParallelConfig(**(values | registered_settings))
+
+
+def print_first(line: str) -> None:
+    """Prints a line of Megatron-LM's log on the first rank."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(f"> {line}\n")
+        sys.stdout.flush()

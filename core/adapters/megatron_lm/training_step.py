@@ -17,11 +17,12 @@ from ...base.megatron_names import changed_fields
 from ...distributed.groups import managed_parameters
 from ..bridge.trained import mix_in
 from ..bridge.translation import check_settings, table
+from .checkpoints import OwnStateInPieces, make_resumable
 
 megatron_step = import_module("megatron.core.distributed.finalize_model_grads")  # the package's name is the function's
 
 
-class InMegatronLoop(optimizer.MegatronOptimizer):
+class InMegatronLoop(OwnStateInPieces):
     """What Megatron-LM's loop reads of an optimizer, in addition to what any optimizer of this library has."""
 
     is_stub_optimizer = False
@@ -54,7 +55,9 @@ def get_megatron_optimizer(
         ParallelConfigError: a model whose gradients need sums that this library does not make.
     """
     if not getattr(model_chunks[0], "has_own_optimizer", False):
-        return stock(config, model_chunks, config_overrides, *args, **kwargs)
+        found = stock(config, model_chunks, config_overrides, *args, **kwargs)
+        make_resumable(found, model_chunks)
+        return found
     _prepare(model_chunks)
     rules = table("megatron_lm optimizer")
     unread = [name for names, rule in rules.items() if rule != config.optimizer for name in names.split()]
@@ -68,6 +71,7 @@ def get_megatron_optimizer(
         values["muon_preset"] = "megatron"
     own = optimizer.get_megatron_optimizer(optimizer.OptimizerConfig(**values), model_chunks, config_overrides)
     mix_in(own, InMegatronLoop)
+    make_resumable(own, model_chunks)
     return own
 
 

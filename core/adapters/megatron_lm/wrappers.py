@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -24,7 +23,8 @@ from ...distributed.guards import reject_wrapped
 from ...distributed.plan.settings import own_settings
 from ...distributed.plan.units import UnitChoice
 from ..bridge.translation import check_settings
-from .settings import translate_config
+from .checkpoints import ModelInPieces
+from .settings import print_first, translate_config
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -123,7 +123,7 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
             self.start_param_sync(force_sync=force_sync)
 
 
-class FullyShardedDataParallel(distributed.FullyShardedDataParallel):
+class FullyShardedDataParallel(ModelInPieces, distributed.FullyShardedDataParallel):
     """`core.distributed.FullyShardedDataParallel` (ZeRO-3 on flat buffers) inside Megatron-LM, in the place of its
     Megatron-FSDP. For another strategy than ``optim_grads_params`` the constructor returns a
     `DistributedDataParallel`.
@@ -171,6 +171,7 @@ class FullyShardedDataParallel(distributed.FullyShardedDataParallel):
             pg_collection=MegatronGroups.use_mpu_process_groups() if pg_collection is None else pg_collection,
         )
         self.ddp_config = _for_the_loop(ddp_config, True)
+        self.save_in_pieces()
         _say(self)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -210,19 +211,17 @@ def _for_the_loop(ddp_config: Any, has_own_optimizer: bool) -> Any:
 
 
 def _say(wrapper: distributed._BaseDataParallel) -> None:
-    if dist.get_rank() == 0:
-        kind = type(wrapper)
-        sys.stdout.write(f"> the model is wrapped by {kind.__module__}.{kind.__name__}: {wrapper.plan.strategy}\n")
-        sys.stdout.flush()
+    kind = type(wrapper)
+    print_first(f"the model is wrapped by {kind.__module__}.{kind.__name__}: {wrapper.plan.strategy}")
 
 
-class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
+class TorchFullyShardedDataParallel(ModelInPieces, distributed.TorchFullyShardedDataParallel):
     """`core.distributed.TorchFullyShardedDataParallel` inside Megatron-LM.
 
     It takes the arguments that Megatron-LM's ``get_model`` gives, and its models: units are Megatron-LM's layers, and
     an output layer that shares the embedding's weight reads it from the root, which is gathered for the whole forward.
     The constructor sets ``config.no_sync_func``, so that of the micro-batches of a step only the last one reduces
-    gradients, and marks parameters with ``is_torch_fsdp2_param``, which Megatron-LM's checkpoints read.
+    gradients.
 
     Args:
         config: the model's, of Megatron-LM's classes.
@@ -280,8 +279,6 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
             process_group,
         )
         self.ddp_config = ddp_config  # Megatron-LM reads fields that only its own config has
-        # Read by Megatron-LM's checkpoints. These attributes and `config.no_sync_func` are never removed.
-        for parameter in module.parameters():
-            parameter.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
-        config.no_sync_func = self.no_sync
+        config.no_sync_func = self.no_sync  # never removed
+        self.save_in_pieces()
         _say(self)

@@ -48,6 +48,7 @@ def cuda_is_cpu() -> Iterator[None]:
             (torch.cuda, "current_stream", lambda *args: mock.MagicMock()),
             (torch.cuda, "get_rng_state", torch.get_rng_state),
             (torch.cuda, "manual_seed", lambda seed: None),
+            (torch.cuda, "synchronize", lambda *args: None),
             (torch.cuda, "nvtx", mock.MagicMock()),
             (streams, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
             (streams, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
@@ -153,24 +154,39 @@ def _forward_step(data: Iterator[torch.Tensor], model: nn.Module, per_token: boo
     return output, partial(_loss, per_token, text)
 
 
+def build_optimizer(model: nn.Module, **fields: Any) -> Any:
+    """Builds an optimizer as Megatron-LM's loop does."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    fields = {"optimizer": "adam", "lr": LR, "min_lr": LR, "weight_decay": 0.0, "clip_grad": CLIP} | fields
+    return get_megatron_optimizer(OptimizerConfig(**fields), [model])
+
+
 def train(
-    model: nn.Module, steps: int = STEPS, each_step: Callable[[Any], None] = lambda optimizer: None, **fields: Any
+    model: nn.Module,
+    steps: int = STEPS,
+    each_step: Callable[[Any], None] = lambda optimizer: None,
+    *,
+    first: int = 0,
+    continued: Any = None,
+    **fields: Any,
 ) -> tuple[list[float], list[float | None], Any]:
-    """Trains as Megatron-LM's `train_step`; returns this rank's losses, each step's norm (None: skipped), and the
-    optimizer. All pipeline stages read the same tokens."""
+    """Trains as Megatron-LM's `train_step`, from step `first` on, with the optimizer `continued` or a new one.
+
+    Returns this rank's losses, each step's norm (None: skipped), and the optimizer. All pipeline stages read the same
+    tokens.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
     config, replica = get_model_config(model), parallel_state.get_data_parallel_rank()
-    of_optimizer = {"optimizer": "adam", "lr": LR, "min_lr": LR, "weight_decay": 0.0, "clip_grad": CLIP}
-    optimizer = get_megatron_optimizer(OptimizerConfig(**{**of_optimizer, **fields}), [model])
+    optimizer = build_optimizer(model, **fields) if continued is None else continued
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     losses, norms = [], []
-    for step in range(steps):
+    for step in range(first, first + steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = get_forward_backward_func()(

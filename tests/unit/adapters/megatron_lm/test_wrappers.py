@@ -137,35 +137,6 @@ def test_an_fp16_overflow_in_one_shard_skips_every_ranks_step() -> None:
     assert [norm is None for norm in norms] + [scale] == [False, True, False, False, 128.0]
 
 
-@on_ranks(2)
-def test_megatrons_sharded_state_dict_has_every_row_at_its_place() -> None:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from core.adapters import megatron_lm
-
-    with _megatron.groups():
-        plain = {name: p.detach().clone() for name, p in _megatron.build().named_parameters()}
-        model = _megatron.wrap(megatron_lm.TorchFullyShardedDataParallel, _megatron.build())
-        assert all(p.is_torch_fsdp2_param for p in model.parameters())
-        state = model.module.sharded_state_dict()
-        pieces = {key: piece for key, piece in state.items() if isinstance(piece, ShardedTensor)}
-        missing = {name: whole.clone() for name, whole in plain.items()}
-        for rank_pieces in _gathered({k: (p.key, p.global_offset, p.data.detach()) for k, p in pieces.items()}):
-            for key, (_, offset, data) in rank_pieces.items():
-                data = data.to_local() if hasattr(data, "to_local") else data
-                offset = offset[len(offset) - data.ndim :]  # layers are one tensor, stacked
-                place = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
-                torch.testing.assert_close(data, plain[key][place], rtol=0.0, atol=0.0)
-                missing[key][place] = torch.nan
-        assert all(whole.isnan().all() for whole in missing.values()), "some rows are in no rank's checkpoint"
-
-
-def _gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def _stock(name: str) -> type:
     from core.adapters.megatron_lm import registration
 

@@ -1,0 +1,464 @@
+"""Megatron-LM's ``--save`` and ``--load`` under the wrappers of this adapter.
+
+A rank that has a run of a tensor's elements gives Megatron-LM the boxes that the run is made of, with their places in
+the whole, under the names that its replicas write. Nothing is gathered, and nothing in the files says how the model
+was sharded: any number of ranks, any wrapper of this adapter and Megatron-LM's own replicas continue from them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from megatron.core import utils as megatron_utils
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from ... import optimizer
+from ...base.errors import CheckpointError, ParallelConfigError
+from ...base.module_protocol import unwrap_model
+from ...base.parameters import kept_range, local_part
+from ...dist_checkpointing.global_view import boxes_of_range, held_boxes
+from ...distributed import TorchFullyShardedDataParallel, _BaseDataParallel
+from ...distributed.groups import is_expert_parameter
+from ...optimizer.main_ranges import MainRange
+from ..bridge.trained import mix_in
+from .settings import print_first
+
+Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
+"""What Megatron-LM's `sharded_state_dict` has of a tensor: its name and place in a checkpoint."""
+
+Pieces = dict[str, ShardedTensor]
+
+
+def held_pieces(wrapper: _BaseDataParallel, entry: Entry, values: Tensor, start: int, prefix: str = "") -> Pieces:
+    """Returns the boxes of a tensor that this rank has, for Megatron-LM's `save` and `load`.
+
+    Args:
+        entry: of the parameter, as if this rank had all of it.
+        values: `[n]`, the elements from `start` on of the parameter, or of a tensor of its shape. Shared, not copied.
+        prefix: goes before the name in the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor that Megatron-LM stores in parts that are no runs of it.
+    """
+    key, whole = prefix + entry.key, torch.empty(entry.data.shape, dtype=values.dtype, device="meta")
+    if isinstance(entry, ShardedTensorFactory):
+        parts = [*nested_values({"": replace(entry, key=key, data=whole).build()})]
+    else:
+        parts = [replace(entry, key=key, data=whole, dtype=values.dtype)]
+    replicas = wrapper.plan.groups.of(entry.data).replicate
+    replica = 0 if replicas is None else replicas.rank()
+    pieces: Pieces = {}
+    for part in parts:
+        if not part.data.is_contiguous():
+            raise CheckpointError(
+                f"{key} is stored in parts that are no runs of its elements, which a rank that has a run of them "
+                "cannot write; save under replicas or ZeRO-1 of Megatron-LM's flags"
+            )
+        first, axes = part.data.storage_offset(), part.prepend_axis_num
+        at = max(start, first)
+        end = min(start + len(values), first + part.data.numel())
+        for offsets, sizes in boxes_of_range(part.local_shape, at - first, end - first):
+            shape, begin = (1,) * axes + tuple(sizes), at - start
+            at += math.prod(sizes)
+            pieces[str(len(pieces))] = replace(
+                part,
+                data=values[begin : at - start].view(shape),
+                local_shape=shape,
+                global_offset=tuple(
+                    a + b for a, b in zip(part.global_offset, (0,) * axes + tuple(offsets), strict=True)
+                ),
+                axis_fragmentations=None,  # boxes are no regular grid
+                prepend_axis_num=0,
+                replica_id=part.replica_id if wrapper.plan.is_replicated else (*part.replica_id[:-1], replica),
+            )
+    return pieces
+
+
+def fill(values: Tensor, loaded: Mapping[str, Tensor]) -> None:
+    """Copies what was loaded in the place of `held_pieces`, which may be in `values` already."""
+    if loaded:
+        values.copy_(torch.cat([loaded[str(i)].reshape(-1).to(values.device) for i in range(len(loaded))]))
+
+
+def own_elements(parameter: Tensor) -> tuple[Tensor, int]:
+    """Returns the elements of a parameter that this rank has, and the first one's place.
+
+    Raises:
+        CheckpointError: a parameter that is cut in another dimension than the first.
+    """
+    if not isinstance(parameter, DTensor):
+        return kept_range(parameter) or (parameter.detach().view(-1), 0)
+    ((offsets, local),) = held_boxes(parameter)
+    if local.shape[1:] != parameter.shape[1:]:
+        raise CheckpointError(
+            f"a parameter of shape {list(parameter.shape)} is cut into {list(local.shape)}; Megatron-LM's checkpoints "
+            "hold parameters that are cut by rows"
+        )
+    return local.view(-1), offsets[0] * math.prod(parameter.shape[1:])
+
+
+def model_inside(wrapper: nn.Module) -> Any:
+    """Returns the model without wrappers, Megatron-LM's ``Float16Module`` included."""
+    model = unwrap_model(wrapper)
+    return getattr(model, "module", model)
+
+
+def stock_state(wrapper: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Returns what the class of the model says of the model's tensors, as if this rank had all of them."""
+    model = model_inside(wrapper)
+    has_dtensor, megatron_utils.HAVE_DTENSOR = (
+        megatron_utils.HAVE_DTENSOR,
+        False,
+    )  # 0.16 would take local parts of them
+    try:
+        state: dict[str, Any] = type(model).sharded_state_dict(model, *args, **kwargs)
+        return state
+    finally:
+        megatron_utils.HAVE_DTENSOR = has_dtensor
+
+
+class ModelInPieces(_BaseDataParallel):
+    """A wrapper whose model is saved and loaded by what this rank has of sharded parameters."""
+
+    def save_in_pieces(self) -> None:
+        """Replaces the model's `sharded_state_dict`, which Megatron-LM calls without the wrapper."""
+
+        def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            state = stock_state(self, *args, **kwargs)
+            for name, entry in state.items():
+                if isinstance(entry, Entry) and _is_sharded(entry.data):
+                    state[name] = held_pieces(self, entry, *own_elements(entry.data))
+            return {name: entry for name, entry in state.items() if entry != {}}
+
+        vars(model_inside(self))["sharded_state_dict"] = sharded_state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copies what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``."""
+        tensors = model_inside(self).state_dict(keep_vars=True)
+        if any(_is_sharded(tensors.get(name)) and isinstance(value, Tensor) for name, value in state_dict.items()):
+            return super().load_state_dict(state_dict, strict, assign)
+        for name, value in state_dict.items():
+            if isinstance(value, dict):
+                fill(own_elements(tensors[name])[0], value)
+            elif isinstance(value, Tensor):
+                tensors[name].copy_(value)
+        self.engine.updated()
+        return _IncompatibleKeys([], [])
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) or (isinstance(tensor, Tensor) and kept_range(tensor) is not None)
+
+
+class Held(NamedTuple):
+    """What this rank has of an optimizer's state of one parameter."""
+
+    param: nn.Parameter
+    main: Tensor
+    """The tensor that is updated."""
+
+    start: int
+    """Place of this rank's first element in the flattened parameter."""
+
+    tensors: dict[str, Tensor]
+    """By kind, `[n]`, sharing the optimizer's memory: moments, and the fp32 master as ``fp32_param``."""
+
+    step: int
+    """Number of updates."""
+
+
+_OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable", "step")
+"""What groups of a checkpoint do not set."""
+
+
+class StateInPieces:
+    """An optimizer in Megatron-LM's loop whose state is saved and loaded by what this rank has of it.
+
+    The state has the layout that Megatron-LM gives to optimizers of replicas: one for dense parameters, and one for
+    experts where there are any.
+    """
+
+    wrappers: Sequence[_BaseDataParallel]
+    """The model's chunks. Set once."""
+
+    config: Any
+    grad_scaler: Any
+
+    def held_groups(self, is_loading: bool) -> Iterator[tuple[dict[str, Any], list[Held]]]:
+        """Yields the groups of the update with their members. What is to be loaded is created."""
+        raise NotImplementedError
+
+    def set_step(self, group: dict[str, Any], main: Tensor, step: int) -> None:
+        """Makes the next update of a parameter its ``step + 1``-th."""
+        raise NotImplementedError
+
+    def finish_load(self) -> None:
+        """Called when all of the state is loaded."""
+
+    def _parts(self, is_loading: bool) -> list[list[tuple[dict[str, Any], dict[str, Any], list[Held]]]]:
+        """Returns of dense parameters, and of experts, each group, its settings in a checkpoint, and its members."""
+        parts = list[list[tuple[dict[str, Any], dict[str, Any], list[Held]]]]([[], []])
+        for group, members in self.held_groups(is_loading):
+            for is_expert in (False, True):
+                if own := [held for held in members if is_expert_parameter(held.param) == is_expert]:
+                    settings = {"is_expert_parallel": is_expert, "is_decoupled_lr": False, "bias_correction": True}
+                    settings |= {name: value for name, value in group.items() if name not in _OF_THE_RUN}
+                    parts[is_expert].append((group, settings | {"step": own[0].step}, own))
+        return [part for part in parts if part]
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *, metadata: Any = None, **unused: Any
+    ) -> dict[Any, Any]:
+        """Returns the state for Megatron-LM's `save` and `load`.
+
+        Args:
+            model_sharded_state_dict: not read: the model gives its own in pieces too.
+            metadata: Megatron-LM's, of the checkpoint.
+
+        Raises:
+            CheckpointError: a checkpoint of Megatron-LM's `DistributedOptimizer` that is bound to its buckets, or
+                parameters that were updated at different times.
+        """
+        metadata = metadata or {}
+        sharding = metadata.get("distrib_optim_sharding_type", "fully_reshardable")
+        if is_loading and sharding != "fully_reshardable":
+            raise CheckpointError(
+                f"the checkpoint has the state of Megatron-LM's distributed optimizer as {sharding}, which other "
+                "optimizers cannot read; save it with --dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+            )
+        entries = {
+            id(entry.data): (wrapper, entry)
+            for wrapper in self.wrappers
+            for entry in nested_values(stock_state(wrapper, metadata=metadata))
+            if isinstance(entry, Entry)
+        }
+        states = list[dict[str, Any]]()
+        for part in self._parts(is_loading):
+            members = [held for *_, own in part for held in own]
+            if len(steps := sorted({held.step for held in members})) > 1:
+                raise CheckpointError(
+                    f"parameters were updated {steps} times, and Megatron-LM's checkpoints hold one number"
+                )
+            common = {"common_step": torch.tensor(float(members[0].step))} if members[0].step else {}
+            inner = {"param_groups": [settings for _, settings, _ in part], "state": common}
+            states.append({"optimizer": inner} if self.config.bf16 or self.config.fp16 else inner)
+            if scales := self.grad_scaler.state_dict() if self.grad_scaler else {}:
+                states[-1]["grad_scaler"] = scales | {"scale": torch.as_tensor(scales["scale"]).view(1)}
+            pieces = {
+                f"{index}.{kind}": held_pieces(
+                    *entries[id(held.param)], values, held.start, f"optimizer.state.{kind}."
+                )
+                for index, held in enumerate(members)
+                for kind, values in held.tensors.items()
+            }
+            states[-1]["pieces"] = {name: boxes for name, boxes in pieces.items() if boxes}
+        if len(states) == 1:
+            return states[0]
+        if not metadata.get("chained_optim_avoid_prefix"):
+            for index, state in enumerate(states):
+                add_prefix_for_sharding(state, f"chained_{index}.")
+        return dict(enumerate(states))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continues from what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``.
+
+        Raises:
+            CheckpointError: the state of another optimizer.
+        """
+        is_one = isinstance(state_dict, dict) and bool({"optimizer", "param_groups"} & state_dict.keys())
+        states = [state_dict] if is_one else [*getattr(state_dict, "values", lambda: state_dict)()]
+        parts = self._parts(True)
+        if len(states) != len(parts):
+            raise CheckpointError(
+                f"the checkpoint has the states of {len(states)} optimizers, and the model here of {len(parts)}, one "
+                "for dense parameters and one for experts; load a checkpoint of this model"
+            )
+        for part, saved in zip(parts, states, strict=True):
+            self._load(part, saved)
+        self.finish_load()
+
+    def _load(self, part: Sequence[tuple[dict[str, Any], dict[str, Any], list[Held]]], saved: Any) -> None:
+        inner, places = saved.get("optimizer", saved), count()
+        state, pieces = inner.get("state", {}), saved.get("pieces", {})
+        for group, settings, members in part:
+            identity = {name: settings.get(name) for name in param_group_identifier_keys}
+            fits = [all(other.get(k, v) == v for k, v in identity.items()) for other in inner["param_groups"]]
+            if True not in fits:
+                raise CheckpointError(
+                    f"the checkpoint has no group of parameters with {identity}; give the flags that it was saved with"
+                )
+            number = fits.index(True)
+            found = inner["param_groups"][number]
+            group.update({name: value for name, value in found.items() if name in group and name not in _OF_THE_RUN})
+            whole_masters = iter(saved["fp32_from_fp16_params"][number] if "fp32_from_fp16_params" in saved else ())
+            for position, held in enumerate(members):
+                index, whole = next(places), dict[str, Any]()
+                if state.keys() - {"common_step"}:  # of the format torch
+                    whole = dict(state[found["params"][position]])
+                    if "fp32_param" in held.tensors:
+                        whole["fp32_param"] = next(whole_masters)
+                for kind, values in held.tensors.items():
+                    if kind in whole:
+                        values.copy_(whole[kind].detach().reshape(-1)[held.start : held.start + len(values)])
+                    else:
+                        fill(values, pieces.get(f"{index}.{kind}", {}))
+                step = state.get("common_step", whole.get("step", found.get("step", 0)))
+                self.set_step(group, held.main, int(step))
+        if self.grad_scaler and "grad_scaler" in saved:
+            self.grad_scaler.load_state_dict(saved["grad_scaler"])
+
+
+# Bases in this order let an object of the first one's class become one of these.
+
+
+class OwnStateInPieces(optimizer.MegatronOptimizer, StateInPieces):
+    """An optimizer of this library in Megatron-LM's loop."""
+
+    sharded_state_dict = StateInPieces.sharded_state_dict  # type: ignore[assignment]
+    load_state_dict = StateInPieces.load_state_dict
+
+    def held_groups(self, is_loading: bool) -> Iterator[tuple[dict[str, Any], list[Held]]]:
+        self.finish_step()
+        self._written_params.refresh_masters()
+        self.rule.share_state()
+        params = {p.main: p for p in self._params}
+        for group in self.param_groups:
+            members = list[Held]()
+            for p in map(params.__getitem__, group["params"]):
+                tensors = self.rule.state_of(p.main) | ({"fp32_param": p.main} if p.is_low_precision else {})
+                flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
+                step = int((self.rule.numbers_of(p.main) or {}).get("step", 0))
+                members.append(Held(p.param, p.main, p.start if isinstance(p, MainRange) else 0, flat, step))
+            yield group, members
+
+    def set_step(self, group: dict[str, Any], main: Tensor, step: int) -> None:
+        self.rule.set_numbers(main, {"step": step})
+
+    def finish_load(self) -> None:
+        self._publish_parameters()
+
+
+class ChainInPieces(ChainedOptimizer, StateInPieces):
+    """Megatron-LM's optimizers of a model under FSDP2."""
+
+    sharded_state_dict = StateInPieces.sharded_state_dict
+
+    @property
+    def grad_scaler(self) -> Any:
+        return getattr(self.chained_optimizers[0], "grad_scaler", None)
+
+    def held_groups(self, is_loading: bool) -> Iterator[tuple[dict[str, Any], list[Held]]]:
+        for chained in self.chained_optimizers:
+            update = chained.optimizer
+            if is_loading:
+                chained.init_state_fn(update, chained.config)
+            lists = [getattr(chained, name, ()) for name in ("float16_groups", "fp32_from_float16_groups")]
+            params = {main: p for ps, mains in zip(*lists, strict=True) for p, main in zip(ps, mains, strict=True)}
+            for group in update.param_groups:
+                members = list[Held]()
+                for main in group["params"]:
+                    param, state = params.get(main, main), dict(update.state.get(main, {}))
+                    step = int(state.pop("step", group.get("step", 0)))
+                    state |= {"fp32_param": main} if main in params else {}
+                    flat = {kind: local_part(tensor.detach()).view(-1) for kind, tensor in state.items()}
+                    members.append(Held(param, main, own_elements(param)[1], flat, step))
+                yield group, members
+
+    def set_step(self, group: dict[str, Any], main: Tensor, step: int) -> None:
+        if isinstance(update := self.chained_optimizers[0].optimizer, torch.optim.Adam):
+            update.state[main]["step"] = torch.tensor(float(step))
+        else:  # Transformer Engine's counts steps of a group
+            group["step"] = step
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        if is_loading:  # of the format torch_dcp, which fills it in place
+            for group, members in self.held_groups(True):
+                for held in members:
+                    self.set_step(group, held.main, held.step)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        is_whole = state_dict.get("optimizer", state_dict).get("state", {}).keys() - {"common_step"}
+        (ChainedOptimizer if is_whole else StateInPieces).load_state_dict(self, state_dict)
+
+
+class ResumableDistributedOptimizer(DistributedOptimizer):
+    """Megatron-LM's, which with torch's Adam cannot load before the first step, and with any loses numbers.
+
+    Without this class a load in fp32 raises, and the counts of steps are those of before the load, or one tensor that
+    every parameter's update increments.
+    """
+
+    def sharded_state_dict(self, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if is_loading and isinstance(self.optimizer, torch.optim.Adam) and not self.optimizer.state:
+            for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+                moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[param] = {"step": torch.tensor(0.0), **moments}
+        return super().sharded_state_dict(model_state, is_loading, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.clone()
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: Any) -> None:
+        steps = {k: v for k, v in self._get_main_param_and_optimizer_states(model_param).items() if k == "step"}
+        super()._set_main_param_and_optimizer_states(model_param, {**tensors, **steps})
+
+    def load_parameter_state(self, filename: str, **kwargs: Any) -> None:
+        """Refuses another iteration's state, which Megatron-LM reads where ``--ckpt-step`` is not the last one."""
+        step = getattr(_arguments(), "ckpt_step", None)
+        if step is not None and f"iter_{step:07d}" not in filename:
+            raise CheckpointError(
+                f"--ckpt-step {step} was given, and Megatron-LM reads the optimizer's state from {filename}; write "
+                f"{step} into latest_checkpointed_iteration.txt, or use --ckpt-format torch_dist"
+            )
+        super().load_parameter_state(filename, **kwargs)
+
+
+def make_resumable(found: Any, wrappers: Sequence[nn.Module]) -> None:
+    """Makes an optimizer save and load under wrappers of this adapter, and sets Megatron-LM's arguments for it.
+
+    Raises:
+        ParallelConfigError: a format of checkpoints that a sharded model does not have.
+    """
+    arguments: Any = _arguments() or SimpleNamespace(save=None, ckpt_format="torch_dist")
+    if isinstance(found, StateInPieces):
+        arguments.use_distributed_optimizer = False  # its checkpoints have another layout
+        if arguments.ckpt_format == "fsdp_dtensor":
+            arguments.ckpt_format = "torch_dist"
+            print_first("checkpoints have the format torch_dist, not Megatron-FSDP's fsdp_dtensor")
+        elif arguments.save and arguments.ckpt_format != "torch_dist":
+            raise ParallelConfigError(
+                f"--ckpt-format is {arguments.ckpt_format}, which has whole tensors, and with "
+                "--data-parallel-sharding-strategy a rank has its part; give --ckpt-format torch_dist"
+            )
+    elif isinstance(wrappers[0], TorchFullyShardedDataParallel):
+        mix_in(found, ChainInPieces)
+        arguments.use_torch_fsdp2 = False  # the loop would not give what was loaded to the optimizer
+    for part in getattr(found, "chained_optimizers", ()):
+        if type(part) is DistributedOptimizer and isinstance(wrappers[0], _BaseDataParallel):
+            mix_in(part, ResumableDistributedOptimizer)
+    found.wrappers = wrappers
+
+
+def _arguments() -> Any:
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
