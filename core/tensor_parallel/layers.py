@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError
 from ..base.initialization import Initializer
-from ..base.megatron_names import checks_arguments
+from ..base.megatron_names import absent_names, checks_arguments
 from ..model_parallel_config import ModelParallelConfig
 from . import mappings
 from .groups import Group, check_degrees, check_ids, group_rank, group_size, per_rank
@@ -262,3 +262,6 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"
+
+
+__getattr__ = absent_names(__package__)

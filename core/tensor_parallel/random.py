@@ -34,7 +34,7 @@ import torch
 from .. import parallel_state
 from ..base.device import device_type
 from ..base.errors import ConfigError, ParallelStateError
-from ..base.megatron_names import checks_arguments, ignore
+from ..base.megatron_names import absent_names, checks_arguments, ignore
 from ..base.recomputation import recompute, tracked_streams
 from ..dist_checkpointing.format.content_hash import splitmix64
 
@@ -256,3 +256,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % _NUMPY_SEEDS)
     model_parallel_manual_seed(seed)
+
+
+__getattr__ = absent_names(__package__)
