@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,11 +27,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ... import optimizer
 from ...base.errors import CheckpointError, ParallelConfigError
-from ...base.module_protocol import unwrap_model
 from ...base.parameters import kept_range, local_part
 from ...dist_checkpointing.global_view import boxes_of_range, held_boxes
 from ...distributed import TorchFullyShardedDataParallel, _BaseDataParallel
 from ...distributed.groups import is_expert_parameter
+from ...optimizer.main_params import MainParam
 from ...optimizer.main_ranges import MainRange
 from ..bridge.trained import mix_in
 from .settings import print_first
@@ -40,10 +39,10 @@ from .settings import print_first
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 """What Megatron-LM's `sharded_state_dict` has of a tensor: its name and place in a checkpoint."""
 
-Pieces = dict[str, ShardedTensor]
 
-
-def held_pieces(wrapper: _BaseDataParallel, entry: Entry, values: Tensor, start: int, prefix: str = "") -> Pieces:
+def held_pieces(
+    wrapper: _BaseDataParallel, entry: Entry, values: Tensor, start: int, prefix: str = ""
+) -> dict[str, ShardedTensor]:
     """Returns the boxes of a tensor that this rank has, for Megatron-LM's `save` and `load`.
 
     Args:
@@ -54,37 +53,35 @@ def held_pieces(wrapper: _BaseDataParallel, entry: Entry, values: Tensor, start:
     Raises:
         CheckpointError: a tensor that Megatron-LM stores in parts that are no runs of it.
     """
-    key, whole = prefix + entry.key, torch.empty(entry.data.shape, dtype=values.dtype, device="meta")
+    whole = torch.empty(entry.data.shape, dtype=values.dtype, device="meta")
+    changes: dict[str, Any] = {"key": prefix + entry.key, "data": whole}
     if isinstance(entry, ShardedTensorFactory):
-        parts = [*nested_values({"": replace(entry, key=key, data=whole).build()})]
+        parts = [*nested_values({"": replace(entry, **changes).build()})]
     else:
-        parts = [replace(entry, key=key, data=whole, dtype=values.dtype)]
+        parts = [replace(entry, **changes, dtype=values.dtype)]
     replicas = wrapper.plan.groups.of(entry.data).replicate
-    replica = 0 if replicas is None else replicas.rank()
-    pieces: Pieces = {}
+    replica = (0 if replicas is None else replicas.rank(),)
+    pieces = dict[str, ShardedTensor]()
     for part in parts:
         if not part.data.is_contiguous():
             raise CheckpointError(
-                f"{key} is stored in parts that are no runs of its elements, which a rank that has a run of them "
-                "cannot write; save under replicas or ZeRO-1 of Megatron-LM's flags"
+                f"{part.key} is stored in parts that are no runs of its elements, of which a rank has one; save under "
+                "Megatron-LM's replicas"
             )
-        first, axes = part.data.storage_offset(), part.prepend_axis_num
-        at = max(start, first)
-        end = min(start + len(values), first + part.data.numel())
+        first, outer = part.data.storage_offset(), (0,) * part.prepend_axis_num
+        at, end = max(start, first), min(start + len(values), first + part.data.numel())
         for offsets, sizes in boxes_of_range(part.local_shape, at - first, end - first):
-            shape, begin = (1,) * axes + tuple(sizes), at - start
-            at += math.prod(sizes)
+            shape, after = (*(1 for _ in outer), *sizes), at + math.prod(sizes)
             pieces[str(len(pieces))] = replace(
                 part,
-                data=values[begin : at - start].view(shape),
+                data=values[at - start : after - start].view(shape),
                 local_shape=shape,
-                global_offset=tuple(
-                    a + b for a, b in zip(part.global_offset, (0,) * axes + tuple(offsets), strict=True)
-                ),
+                global_offset=tuple(map(sum, zip(part.global_offset, (*outer, *offsets), strict=True))),
                 axis_fragmentations=None,  # boxes are no regular grid
                 prepend_axis_num=0,
-                replica_id=part.replica_id if wrapper.plan.is_replicated else (*part.replica_id[:-1], replica),
+                replica_id=part.replica_id if wrapper.plan.is_replicated else (*part.replica_id[:-1], *replica),
             )
+            at = after
     return pieces
 
 
@@ -95,35 +92,22 @@ def fill(values: Tensor, loaded: Mapping[str, Tensor]) -> None:
 
 
 def own_elements(parameter: Tensor) -> tuple[Tensor, int]:
-    """Returns the elements of a parameter that this rank has, and the first one's place.
-
-    Raises:
-        CheckpointError: a parameter that is cut in another dimension than the first.
-    """
+    """Returns the elements of a parameter that this rank has, and the first one's place."""
     if not isinstance(parameter, DTensor):
         return kept_range(parameter) or (parameter.detach().view(-1), 0)
-    ((offsets, local),) = held_boxes(parameter)
-    if local.shape[1:] != parameter.shape[1:]:
-        raise CheckpointError(
-            f"a parameter of shape {list(parameter.shape)} is cut into {list(local.shape)}; Megatron-LM's checkpoints "
-            "hold parameters that are cut by rows"
-        )
-    return local.view(-1), offsets[0] * math.prod(parameter.shape[1:])
+    ((offsets, rows),) = held_boxes(parameter)
+    return rows.view(-1), offsets[0] * math.prod(parameter.shape[1:])
 
 
-def model_inside(wrapper: nn.Module) -> Any:
-    """Returns the model without wrappers, Megatron-LM's ``Float16Module`` included."""
-    model = unwrap_model(wrapper)
-    return getattr(model, "module", model)
+def _is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) or (isinstance(tensor, Tensor) and kept_range(tensor) is not None)
 
 
 def stock_state(wrapper: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Returns what the class of the model says of the model's tensors, as if this rank had all of them."""
-    model = model_inside(wrapper)
-    has_dtensor, megatron_utils.HAVE_DTENSOR = (
-        megatron_utils.HAVE_DTENSOR,
-        False,
-    )  # 0.16 would take local parts of them
+    model: Any = megatron_utils.unwrap_model(wrapper)
+    has_dtensor = megatron_utils.HAVE_DTENSOR
+    megatron_utils.HAVE_DTENSOR = False  # else 0.16 takes the local part of a DTensor
     try:
         state: dict[str, Any] = type(model).sharded_state_dict(model, *args, **kwargs)
         return state
@@ -144,12 +128,12 @@ class ModelInPieces(_BaseDataParallel):
                     state[name] = held_pieces(self, entry, *own_elements(entry.data))
             return {name: entry for name, entry in state.items() if entry != {}}
 
-        vars(model_inside(self))["sharded_state_dict"] = sharded_state_dict
+        vars(megatron_utils.unwrap_model(self))["sharded_state_dict"] = sharded_state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copies what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``."""
-        tensors = model_inside(self).state_dict(keep_vars=True)
+        tensors = megatron_utils.unwrap_model(self).state_dict(keep_vars=True)
         if any(_is_sharded(tensors.get(name)) and isinstance(value, Tensor) for name, value in state_dict.items()):
             return super().load_state_dict(state_dict, strict, assign)
         for name, value in state_dict.items():
@@ -161,17 +145,10 @@ class ModelInPieces(_BaseDataParallel):
         return _IncompatibleKeys([], [])
 
 
-def _is_sharded(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) or (isinstance(tensor, Tensor) and kept_range(tensor) is not None)
-
-
 class Held(NamedTuple):
     """What this rank has of an optimizer's state of one parameter."""
 
     param: nn.Parameter
-    main: Tensor
-    """The tensor that is updated."""
-
     start: int
     """Place of this rank's first element in the flattened parameter."""
 
@@ -181,6 +158,11 @@ class Held(NamedTuple):
     step: int
     """Number of updates."""
 
+    set_step: Callable[[int], None]
+
+
+Groups = list[tuple[dict[str, Any], list[Held]]]
+"""Groups of an optimizer, and their members."""
 
 _OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable", "step")
 """What groups of a checkpoint do not set."""
@@ -199,27 +181,20 @@ class StateInPieces:
     config: Any
     grad_scaler: Any
 
-    def held_groups(self, is_loading: bool) -> Iterator[tuple[dict[str, Any], list[Held]]]:
-        """Yields the groups of the update with their members. What is to be loaded is created."""
+    def held_groups(self, is_loading: bool) -> Groups:
+        """Returns what this rank has. What is to be loaded is created."""
         raise NotImplementedError
 
-    def set_step(self, group: dict[str, Any], main: Tensor, step: int) -> None:
-        """Makes the next update of a parameter its ``step + 1``-th."""
-        raise NotImplementedError
-
-    def finish_load(self) -> None:
-        """Called when all of the state is loaded."""
-
-    def _parts(self, is_loading: bool) -> list[list[tuple[dict[str, Any], dict[str, Any], list[Held]]]]:
-        """Returns of dense parameters, and of experts, each group, its settings in a checkpoint, and its members."""
-        parts = list[list[tuple[dict[str, Any], dict[str, Any], list[Held]]]]([[], []])
-        for group, members in self.held_groups(is_loading):
-            for is_expert in (False, True):
-                if own := [held for held in members if is_expert_parameter(held.param) == is_expert]:
-                    settings = {"is_expert_parallel": is_expert, "is_decoupled_lr": False, "bias_correction": True}
-                    settings |= {name: value for name, value in group.items() if name not in _OF_THE_RUN}
-                    parts[is_expert].append((group, settings | {"step": own[0].step}, own))
-        return [part for part in parts if part]
+    def _parts(self, is_loading: bool) -> list[tuple[bool, Groups]]:
+        """Returns the groups of dense parameters, and of experts, without empty ones."""
+        held = self.held_groups(is_loading)
+        parts = list[tuple[bool, Groups]]()
+        for kind in (False, True):
+            of_kind = [
+                (group, [one for one in ones if is_expert_parameter(one.param) == kind]) for group, ones in held
+            ]
+            parts.append((kind, [(group, ones) for group, ones in of_kind if ones]))
+        return [part for part in parts if part[1]]
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *, metadata: Any = None, **unused: Any
@@ -231,14 +206,13 @@ class StateInPieces:
             metadata: Megatron-LM's, of the checkpoint.
 
         Raises:
-            CheckpointError: a checkpoint of Megatron-LM's `DistributedOptimizer` that is bound to its buckets, or
-                parameters that were updated at different times.
+            CheckpointError: a checkpoint of Megatron-LM's `DistributedOptimizer` that is bound to its buckets.
         """
         metadata = metadata or {}
-        sharding = metadata.get("distrib_optim_sharding_type", "fully_reshardable")
-        if is_loading and sharding != "fully_reshardable":
+        layout = metadata.get("distrib_optim_sharding_type", "fully_reshardable")
+        if is_loading and layout != "fully_reshardable":
             raise CheckpointError(
-                f"the checkpoint has the state of Megatron-LM's distributed optimizer as {sharding}, which other "
+                f"the checkpoint has the state of Megatron-LM's distributed optimizer as {layout}, which other "
                 "optimizers cannot read; save it with --dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
             )
         entries = {
@@ -248,14 +222,13 @@ class StateInPieces:
             if isinstance(entry, Entry)
         }
         states = list[dict[str, Any]]()
-        for part in self._parts(is_loading):
-            members = [held for *_, own in part for held in own]
-            if len(steps := sorted({held.step for held in members})) > 1:
-                raise CheckpointError(
-                    f"parameters were updated {steps} times, and Megatron-LM's checkpoints hold one number"
-                )
-            common = {"common_step": torch.tensor(float(members[0].step))} if members[0].step else {}
-            inner = {"param_groups": [settings for _, settings, _ in part], "state": common}
+        for is_expert, groups in self._parts(is_loading):
+            members = [held for _, of_group in groups for held in of_group]
+            step = members[0].step
+            inner = {
+                "param_groups": [_settings(group, is_expert) | {"step": step} for group, _ in groups],
+                "state": {"common_step": torch.tensor(float(step))} if step else {},
+            }
             states.append({"optimizer": inner} if self.config.bf16 or self.config.fp16 else inner)
             if scales := self.grad_scaler.state_dict() if self.grad_scaler else {}:
                 states[-1]["grad_scaler"] = scales | {"scale": torch.as_tensor(scales["scale"]).view(1)}
@@ -283,79 +256,74 @@ class StateInPieces:
         """
         is_one = isinstance(state_dict, dict) and bool({"optimizer", "param_groups"} & state_dict.keys())
         states = [state_dict] if is_one else [*getattr(state_dict, "values", lambda: state_dict)()]
-        parts = self._parts(True)
-        if len(states) != len(parts):
-            raise CheckpointError(
-                f"the checkpoint has the states of {len(states)} optimizers, and the model here of {len(parts)}, one "
-                "for dense parameters and one for experts; load a checkpoint of this model"
-            )
-        for part, saved in zip(parts, states, strict=True):
-            self._load(part, saved)
-        self.finish_load()
+        for (is_expert, groups), saved in zip(self._parts(True), states, strict=True):
+            self._load(is_expert, groups, saved)
 
-    def _load(self, part: Sequence[tuple[dict[str, Any], dict[str, Any], list[Held]]], saved: Any) -> None:
+    def _load(self, is_expert: bool, groups: Groups, saved: Any) -> None:
         inner, places = saved.get("optimizer", saved), count()
         state, pieces = inner.get("state", {}), saved.get("pieces", {})
-        for group, settings, members in part:
+        for group, members in groups:
+            settings = _settings(group, is_expert)
             identity = {name: settings.get(name) for name in param_group_identifier_keys}
             fits = [all(other.get(k, v) == v for k, v in identity.items()) for other in inner["param_groups"]]
             if True not in fits:
                 raise CheckpointError(
                     f"the checkpoint has no group of parameters with {identity}; give the flags that it was saved with"
                 )
-            number = fits.index(True)
-            found = inner["param_groups"][number]
+            found, number = inner["param_groups"][fits.index(True)], fits.index(True)
             group.update({name: value for name, value in found.items() if name in group and name not in _OF_THE_RUN})
-            whole_masters = iter(saved["fp32_from_fp16_params"][number] if "fp32_from_fp16_params" in saved else ())
+            masters = iter(saved["fp32_from_fp16_params"][number] if "fp32_from_fp16_params" in saved else ())
             for position, held in enumerate(members):
                 index, whole = next(places), dict[str, Any]()
                 if state.keys() - {"common_step"}:  # of the format torch
                     whole = dict(state[found["params"][position]])
-                    if "fp32_param" in held.tensors:
-                        whole["fp32_param"] = next(whole_masters)
+                    whole |= {"fp32_param": next(masters)} if "fp32_param" in held.tensors else {}
                 for kind, values in held.tensors.items():
                     if kind in whole:
                         values.copy_(whole[kind].detach().reshape(-1)[held.start : held.start + len(values)])
                     else:
                         fill(values, pieces.get(f"{index}.{kind}", {}))
-                step = state.get("common_step", whole.get("step", found.get("step", 0)))
-                self.set_step(group, held.main, int(step))
+                held.set_step(int(state.get("common_step", whole.get("step", found.get("step", 0)))))
         if self.grad_scaler and "grad_scaler" in saved:
             self.grad_scaler.load_state_dict(saved["grad_scaler"])
 
 
-# Bases in this order let an object of the first one's class become one of these.
+def _settings(group: Mapping[str, Any], is_expert: bool) -> dict[str, Any]:
+    """Returns what Megatron-LM's checkpoints have of a group, with what its readers ask for in addition."""
+    settings = {"is_expert_parallel": is_expert, "is_decoupled_lr": False, "bias_correction": True}
+    return settings | {name: value for name, value in group.items() if name not in _OF_THE_RUN}
+
+
+# The order of bases below lets an object of the first one's class become one of them.
 
 
 class OwnStateInPieces(optimizer.MegatronOptimizer, StateInPieces):
     """An optimizer of this library in Megatron-LM's loop."""
 
     sharded_state_dict = StateInPieces.sharded_state_dict  # type: ignore[assignment]
-    load_state_dict = StateInPieces.load_state_dict
 
-    def held_groups(self, is_loading: bool) -> Iterator[tuple[dict[str, Any], list[Held]]]:
+    def held_groups(self, is_loading: bool) -> Groups:
         self.finish_step()
         self._written_params.refresh_masters()
         self.rule.share_state()
         params = {p.main: p for p in self._params}
-        for group in self.param_groups:
-            members = list[Held]()
-            for p in map(params.__getitem__, group["params"]):
-                tensors = self.rule.state_of(p.main) | ({"fp32_param": p.main} if p.is_low_precision else {})
-                flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
-                step = int((self.rule.numbers_of(p.main) or {}).get("step", 0))
-                members.append(Held(p.param, p.main, p.start if isinstance(p, MainRange) else 0, flat, step))
-            yield group, members
+        return [(group, [self._held(params[main]) for main in group["params"]]) for group in self.param_groups]
 
-    def set_step(self, group: dict[str, Any], main: Tensor, step: int) -> None:
-        self.rule.set_numbers(main, {"step": step})
+    def _held(self, p: MainParam) -> Held:
+        tensors = self.rule.state_of(p.main) | ({"fp32_param": p.main} if p.is_low_precision else {})
+        flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
+        step = int((self.rule.numbers_of(p.main) or {}).get("step", 0))
+        start = p.start if isinstance(p, MainRange) else 0
+        return Held(p.param, start, flat, step, lambda step: self.rule.set_numbers(p.main, {"step": step}))
 
-    def finish_load(self) -> None:
-        self._publish_parameters()
+    def load_state_dict(self, state_dict: Any) -> None:
+        StateInPieces.load_state_dict(self, state_dict)
+        with torch.no_grad():
+            self._publish_parameters()
 
 
 class ChainInPieces(ChainedOptimizer, StateInPieces):
-    """Megatron-LM's optimizers of a model under FSDP2."""
+    """Megatron-LM's optimizer of a model under FSDP2."""
 
     sharded_state_dict = StateInPieces.sharded_state_dict
 
@@ -363,34 +331,34 @@ class ChainInPieces(ChainedOptimizer, StateInPieces):
     def grad_scaler(self) -> Any:
         return getattr(self.chained_optimizers[0], "grad_scaler", None)
 
-    def held_groups(self, is_loading: bool) -> Iterator[tuple[dict[str, Any], list[Held]]]:
-        for chained in self.chained_optimizers:
-            update = chained.optimizer
-            if is_loading:
-                chained.init_state_fn(update, chained.config)
-            lists = [getattr(chained, name, ()) for name in ("float16_groups", "fp32_from_float16_groups")]
-            params = {main: p for ps, mains in zip(*lists, strict=True) for p, main in zip(ps, mains, strict=True)}
-            for group in update.param_groups:
-                members = list[Held]()
-                for main in group["params"]:
-                    param, state = params.get(main, main), dict(update.state.get(main, {}))
-                    step = int(state.pop("step", group.get("step", 0)))
-                    state |= {"fp32_param": main} if main in params else {}
-                    flat = {kind: local_part(tensor.detach()).view(-1) for kind, tensor in state.items()}
-                    members.append(Held(param, main, own_elements(param)[1], flat, step))
-                yield group, members
+    def held_groups(self, is_loading: bool) -> Groups:
+        (chained,) = self.chained_optimizers  # there are no experts under FSDP2
+        if is_loading:
+            chained.init_state_fn(chained.optimizer, chained.config)
+        lists = [getattr(chained, name, ()) for name in ("float16_groups", "fp32_from_float16_groups")]
+        params = {main: p for ps, mains in zip(*lists, strict=True) for p, main in zip(ps, mains, strict=True)}
+        return [
+            (group, [self._held(group, params.get(main, main), main) for main in group["params"]])
+            for group in chained.optimizer.param_groups
+        ]
 
-    def set_step(self, group: dict[str, Any], main: Tensor, step: int) -> None:
-        if isinstance(update := self.chained_optimizers[0].optimizer, torch.optim.Adam):
-            update.state[main]["step"] = torch.tensor(float(step))
-        else:  # Transformer Engine's counts steps of a group
-            group["step"] = step
+    def _held(self, group: dict[str, Any], param: Any, main: Tensor) -> Held:
+        update = self.chained_optimizers[0].optimizer
+        # Transformer Engine's counts the steps of a group.
+        counts: dict[str, Any] = update.state[main] if isinstance(update, torch.optim.Adam) else group
+        tensors = {kind: state for kind, state in update.state[main].items() if kind != "step"}
+        tensors |= {} if main is param else {"fp32_param": main}
+        flat = {kind: local_part(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
+
+        def set_step(step: int) -> None:
+            counts["step"] = step if counts is group else torch.tensor(float(step))
+
+        return Held(param, own_elements(param)[1], flat, int(counts.get("step", 0)), set_step)
 
     def state_dict(self, is_loading: bool = False) -> Any:
-        if is_loading:  # of the format torch_dcp, which fills it in place
-            for group, members in self.held_groups(True):
-                for held in members:
-                    self.set_step(group, held.main, held.step)
+        for _, members in self.held_groups(True) if is_loading else ():  # of the format torch_dcp, loaded in place
+            for held in members:
+                held.set_step(held.step)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -440,24 +408,25 @@ def make_resumable(found: Any, wrappers: Sequence[nn.Module]) -> None:
     Raises:
         ParallelConfigError: a format of checkpoints that a sharded model does not have.
     """
-    arguments: Any = _arguments() or SimpleNamespace(save=None, ckpt_format="torch_dist")
-    if isinstance(found, StateInPieces):
+    arguments = _arguments()
+    found.wrappers = wrappers
+    if isinstance(wrappers[0], TorchFullyShardedDataParallel):
+        mix_in(found, ChainInPieces)
+        if arguments is not None:  # else the loop would not give the optimizer what is loaded
+            arguments.use_torch_fsdp2 = False
+    elif isinstance(found, StateInPieces) and arguments is not None:
         arguments.use_distributed_optimizer = False  # its checkpoints have another layout
         if arguments.ckpt_format == "fsdp_dtensor":
             arguments.ckpt_format = "torch_dist"
             print_first("checkpoints have the format torch_dist, not Megatron-FSDP's fsdp_dtensor")
-        elif arguments.save and arguments.ckpt_format != "torch_dist":
+        if arguments.save and arguments.ckpt_format != "torch_dist":
             raise ParallelConfigError(
                 f"--ckpt-format is {arguments.ckpt_format}, which has whole tensors, and with "
                 "--data-parallel-sharding-strategy a rank has its part; give --ckpt-format torch_dist"
             )
-    elif isinstance(wrappers[0], TorchFullyShardedDataParallel):
-        mix_in(found, ChainInPieces)
-        arguments.use_torch_fsdp2 = False  # the loop would not give what was loaded to the optimizer
     for part in getattr(found, "chained_optimizers", ()):
         if type(part) is DistributedOptimizer and isinstance(wrappers[0], _BaseDataParallel):
             mix_in(part, ResumableDistributedOptimizer)
-    found.wrappers = wrappers
 
 
 def _arguments() -> Any:

@@ -173,7 +173,6 @@ def test_a_checkpoint_that_cannot_be_read_or_written_is_one_line() -> None:
         match = "--dist-ckpt-optim-fully-reshardable"
         raises_one_line(CheckpointError, match, _request, model, optimizer, of_buckets, is_loading=True)
         state = _request(model, optimizer, _metadata(), is_loading=False)["optimizer"]
-        raises_one_line(CheckpointError, "the states of 2 optimizers", optimizer.load_state_dict, [state, state])
         for group in state["param_groups"]:
             group["wd_mult"] = 7.0
         raises_one_line(CheckpointError, "no group of parameters", optimizer.load_state_dict, state)
