@@ -100,3 +100,32 @@ def test_one_line_and_the_same_digits(flags: str, chosen: str, wrapper: str, ran
         # and norms are summed in double here; fp16 rounds what they scale.
         assert found[number][0] == pytest.approx(loss, rel=1e-6 if "16" not in flags else 1e-5)
         assert found[number][1] == pytest.approx(norm, abs=1.1e-3)
+
+
+ADAPTER = "core.adapters.megatron_lm"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize(
+    ("saves", "flags", "continues"),
+    [
+        (ADAPTER, "", f"{ADAPTER} "),
+        (ADAPTER, "--use-distributed-optimizer", f"{ADAPTER} --use-distributed-optimizer"),
+        (ADAPTER, ZERO2, f"{ADAPTER} {ZERO2}"),
+        (ADAPTER, f"--bf16 {ZERO3}", f"{ADAPTER} --bf16 {ZERO3}"),
+        (ADAPTER, FSDP2, f"{ADAPTER} {FSDP2}"),
+        (ADAPTER, f"{UNTIED} {ZERO3}", f" {UNTIED}"),
+        ("", UNTIED, f"{ADAPTER} {FSDP2}"),
+        (ADAPTER, FSDP2, f"{ADAPTER} {UNTIED} {ZERO3}"),
+    ],
+    ids=lambda value: str(value).replace("--", "").replace(ADAPTER, "here")[:60] or "stock",
+)
+def test_a_checkpoint_continues_with_the_same_digits(tmp_path: Path, saves: str, flags: str, continues: str) -> None:
+    _, expected = _run(saves, f"{flags} --save {tmp_path} --save-interval 3", iterations=6)
+    first, _, chosen = continues.partition(" ")
+    _, found = _run(first, f"{chosen} --load {tmp_path} --ckpt-step 3", iterations=6)
+    assert sorted(found) == [4, 5, 6]
+    # Losses are printed as the mean since the last line, and the first two lines after a start share one: not 5.
+    for number in (4, 6):
+        assert found[number][0] == pytest.approx(expected[number][0], rel=1e-6)
+        assert found[number][1] == pytest.approx(expected[number][1], abs=1.1e-3)
