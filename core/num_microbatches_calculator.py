@@ -1,6 +1,10 @@
-"""Computes the number of micro-batches of a step: Megatron-LM's global calculator, for a batch of constant size."""
+"""Computes the number of micro-batches of a step: Megatron-LM's global calculator, for a batch of constant size, and
+the sizes of a batch that grows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 from .base.errors import ConfigError, ParallelConfigError, check_positive
 from .base.megatron_names import absent_names, checks_arguments
@@ -31,6 +35,66 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
             f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"
         )
     return global_batch_size // unit
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def batch_schedule(
+    global_batch_size: int | None,
+    rampup_batch_size: Sequence[int] | None,
+    step_schedule: Sequence[str] | None,
+    seq_length: int,
+) -> tuple[tuple[int, int], ...]:
+    """Returns the global batches of a run that grow by Megatron-LM's rules: from which sample on, and how large.
+
+    Args:
+        global_batch_size: the last size. None: that of `step_schedule`.
+        rampup_batch_size: first size, increment, and the number of samples until the last size is reached.
+        step_schedule: sizes by the number of tokens so far, as "0:16", "2.4B:320". One text may hold several.
+
+    Raises:
+        ConfigError: the sizes do not lead to `global_batch_size`, or the schedule cannot be read.
+    """
+    if rampup_batch_size is not None:
+        if len(rampup_batch_size) != 3 or min(rampup_batch_size) < 1 or global_batch_size is None:
+            raise ConfigError(
+                f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))} and global_batch_size "
+                f"{global_batch_size}; give START INCREMENT SAMPLES, three positive numbers, and the last size"
+            )
+        start, increment, samples = rampup_batch_size
+        number, rest = divmod(global_batch_size - start, increment)
+        if rest or number < 1:
+            raise ConfigError(
+                f"rampup_batch_size starts at {start} and grows by {increment}, which does not lead to "
+                f"global_batch_size {global_batch_size}; take a divisor of the difference"
+            )
+        return tuple((-(-samples * step // number), start + step * increment) for step in range(number + 1))
+    if step_schedule is None and global_batch_size is not None:
+        return ((0, global_batch_size),)
+    sizes: list[tuple[int, int]] = []
+    try:
+        for entry in " ".join(step_schedule or ()).replace(",", " ").split():
+            tokens, size = map(_number, entry.split(":"))
+            sizes.append((tokens // seq_length, size))
+    except ValueError:
+        raise ConfigError(f"step_batch_size_schedule has {entry!r}; write TOKENS:SIZE, as 2.4B:320") from None
+    wrong_start = not sizes or sizes[0][0] != 0 or min(size for _, size in sizes) < 1
+    if wrong_start or any(end <= start for (start, _), (end, _) in pairwise(sizes)):
+        raise ConfigError(
+            f"step_batch_size_schedule is {step_schedule!r}; start at 0, and count up by samples or more"
+        )
+    if global_batch_size not in (None, sizes[-1][1]):
+        raise ConfigError(
+            f"step_batch_size_schedule ends with {sizes[-1][1]}, and global_batch_size is {global_batch_size}; drop "
+            "the latter"
+        )
+    return tuple(sizes)
+
+
+def _number(text: str) -> int:
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if factor > 1 else text) * factor)
 
 
 @checks_arguments

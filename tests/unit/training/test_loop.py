@@ -52,7 +52,7 @@ def _report(log: RunLog, last: int, hashes: dict[int, str]) -> None:
     for step in range(1, last + 1):
         state.iteration = step
         running: Any = SimpleNamespace(result=lambda step=step: _result(float(step), step != 2))
-        reporter.take(running)
+        reporter.take(running, 16)
         if step in hashes:
             reporter.note_hash(hashes[step])
     reporter.finish()
