@@ -4,7 +4,6 @@ the sizes of a batch that grows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from .base.errors import ConfigError, ParallelConfigError, check_positive
 from .base.megatron_names import absent_names, checks_arguments
@@ -57,39 +56,32 @@ def batch_schedule(
         ConfigError: the sizes do not lead to `global_batch_size`, or the schedule cannot be read.
     """
     if rampup_batch_size is not None:
-        if len(rampup_batch_size) != 3 or min(rampup_batch_size) < 1 or global_batch_size is None:
+        start, increment, samples = rampup_batch_size if len(rampup_batch_size) == 3 else (0, 0, 0)
+        number, rest = divmod((global_batch_size or 0) - start, max(1, increment))
+        if min(start, increment, samples, number) < 1 or rest:
             raise ConfigError(
                 f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))} and global_batch_size "
-                f"{global_batch_size}; give START INCREMENT SAMPLES, three positive numbers, and the last size"
-            )
-        start, increment, samples = rampup_batch_size
-        number, rest = divmod(global_batch_size - start, increment)
-        if rest or number < 1:
-            raise ConfigError(
-                f"rampup_batch_size starts at {start} and grows by {increment}, which does not lead to "
-                f"global_batch_size {global_batch_size}; take a divisor of the difference"
+                f"{global_batch_size}; give START INCREMENT SAMPLES, where INCREMENT divides global_batch_size - START"
             )
         return tuple((-(-samples * step // number), start + step * increment) for step in range(number + 1))
-    if step_schedule is None and global_batch_size is not None:
-        return ((0, global_batch_size),)
-    sizes: list[tuple[int, int]] = []
+    if step_schedule is None:
+        return ((0, global_batch_size or 0),)
+    text = " ".join(step_schedule)
     try:
-        for entry in " ".join(step_schedule or ()).replace(",", " ").split():
-            tokens, size = map(_number, entry.split(":"))
-            sizes.append((tokens // seq_length, size))
-    except ValueError:
-        raise ConfigError(f"step_batch_size_schedule has {entry!r}; write TOKENS:SIZE, as 2.4B:320") from None
-    wrong_start = not sizes or sizes[0][0] != 0 or min(size for _, size in sizes) < 1
-    if wrong_start or any(end <= start for (start, _), (end, _) in pairwise(sizes)):
+        sizes = [(_number(tokens) // seq_length, _number(size)) for tokens, size in _pairs(text)]
+        starts = [start for start, _ in sizes]
+        if starts[0] or starts != sorted({*starts}) or global_batch_size not in (None, sizes[-1][1]):
+            raise ValueError
+    except (ValueError, IndexError):
         raise ConfigError(
-            f"step_batch_size_schedule is {step_schedule!r}; start at 0, and count up by samples or more"
-        )
-    if global_batch_size not in (None, sizes[-1][1]):
-        raise ConfigError(
-            f"step_batch_size_schedule ends with {sizes[-1][1]}, and global_batch_size is {global_batch_size}; drop "
-            "the latter"
-        )
+            f"step_batch_size_schedule is {text!r} and global_batch_size {global_batch_size}; write TOKENS:SIZE with "
+            "rising numbers of tokens, as 0:16 2.4B:320, of which the last size is the global batch's"
+        ) from None
     return tuple(sizes)
+
+
+def _pairs(text: str) -> list[list[str]]:
+    return [entry.split(":") for entry in text.replace(",", " ").split()]
 
 
 def _number(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -33,6 +34,7 @@ from .train_step import RunningStep, evaluate, train_step
 _WANDB = {"wandb_project": "WANDB_PROJECT", "wandb_exp_name": "WANDB_NAME", "wandb_save_dir": "WANDB_DIR"}
 """Variables of the package wandb, by setting."""
 _STARTED_AT = time.monotonic()
+"""When the program started: this module's import is a part of that."""
 MODEL_FILE = "model.html"
 PROFILED_ITERATION = 3
 """The iteration whose memory is measured on request: the optimizer has its state and the wrapper its buffers by
@@ -78,8 +80,10 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
 def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     folder, is_writer, world_size = config.checkpoint.folder, dist.get_rank() == 0, dist.get_world_size()
     num_microbatches, micro_batch = config.num_microbatches(world_size), config.data.micro_batch_size
+    in_samples = config.counts_samples
     begun_at, last, exit_interval = state.iteration, config.train_iters(world_size), config.run.exit_interval
     tree, generation, profiles = state.model.plan.tree, current_generation(), config.run.profile_memory and is_writer
+    ends_at = _STARTED_AT + 60 * (config.run.exit_duration_in_mins or math.inf)
     validation_loss: float | None = None
     stop, is_late = False, False
     opened: Callable[..., AbstractContextManager[Iterator[Batch]]] = open_batches if begun_at < last else _no_batches
@@ -102,12 +106,11 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         reporter = _Reporter(state, log, writer)
         while state.iteration < last and not stop:
             step_begun, sizes = time.monotonic(), (world_size, state.consumed_samples)
-            num_samples, is_late = config.global_batch_size(*sizes), _is_late(config.run.exit_duration_in_mins)
+            num_samples, is_late = config.global_batch_size(*sizes), step_begun > ends_at
             seeds = MicroBatchSeeds(config.run.seed, state.consumed_samples // micro_batch)
             step = partial(train_step, state.chunks, state.optimizer, state.scheduler, batches)
-            step = partial(step, config.num_microbatches(*sizes), before_update=copies.wait)
-            step = partial(step, seeds=None if tree is None else seeds)
-            step = partial(step, increment=num_samples if config.counts_samples else 1)
+            step = partial(step, config.num_microbatches(*sizes), increment=num_samples if in_samples else 1)
+            step = partial(step, seeds=None if tree is None else seeds, before_update=copies.wait)
             step = partial(step, stop_requested=request.requested or writer.has_failed or is_late)
             is_profiled = profiles and state.iteration + 1 == min(begun_at + PROFILED_ITERATION, last)
             running = _profile_step(step, state, folder, log) if is_profiled and folder is not None else step()
@@ -150,9 +153,10 @@ def _open_log(state: TrainingState, config: PretrainConfig) -> RunLog:
     """Opens the log, in the run's folder, in TensorBoard's, and in trackers."""
     first, folder, tensorboard = state.iteration + 1, config.checkpoint.folder, config.run.tensorboard_dir
     trackers: list[Any] = [*config.run.trackers]
-    for name in ("wandb_project", "wandb_exp_name", "wandb_save_dir"):
-        if (value := getattr(config.run, name)) is not None:
-            os.environ[_WANDB[name]] = str(value)
+    wandb = {_WANDB[name]: str(value) for name, value in vars(config.run).items() if name in _WANDB and value}
+    os.environ.update(wandb)
+    if wandb and "wandb" not in trackers:
+        trackers.append("wandb")
     if tensorboard is not None and dist.get_rank() == 0:
         trackers.append(TensorBoard(tensorboard, first))
     return RunLog(
@@ -248,11 +252,6 @@ class _Reporter:
         self._skips.note(iteration, result.has_update)
         self._state.skipped_steps = self._skips.in_a_row
         return result.stop
-
-
-def _is_late(minutes: float | None) -> bool:
-    """Returns whether the program, of whose start this module's import is a part, has run for so many minutes."""
-    return minutes is not None and time.monotonic() - _STARTED_AT > 60 * minutes
 
 
 def _profiler(config: PretrainConfig, folder: Path | None) -> AbstractContextManager[Any]:

@@ -32,6 +32,7 @@ from .megatron import flag_name, refusal, sort_flags, with_megatron_defaults
 from .pretrain_config import PretrainConfig, fits_fp32, section_types
 
 Result = TypeVar("Result")
+Problems = list[ConfigError] | None
 _UNITS = ("iter", "sample", "token", "fraction", "size", "interval")
 _OF_LAUNCHER = json.loads((Path(__file__).parents[1] / "launch" / "flags.json").read_text("utf-8"))
 _library = functools.partial(import_extra, extra="train", purpose="Reading command-line flags")
@@ -46,7 +47,7 @@ def parse_arguments(
         ConfigError: as `parse_values`; or a section refuses its settings.
     """
     problems: list[ConfigError] = []
-    values = parse_values(arguments, defaults, description=description, name=name, problems=problems)
+    values = parse_values(arguments, defaults, problems=problems, description=description, name=name)
     try:
         config = build.build_config(values)
     except ConfigError as error:
@@ -56,12 +57,7 @@ def parse_arguments(
 
 
 def parse_values(
-    arguments: Sequence[str],
-    defaults: Mapping[str, Any] | None = None,
-    *,
-    description: str = "",
-    name: str = "",
-    problems: list[ConfigError] | None = None,
+    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, problems: Problems = None, **texts: str
 ) -> dict[str, Any]:
     """Returns the settings that a command line makes, by field name.
 
@@ -72,8 +68,9 @@ def parse_values(
     Args:
         arguments: the command line after the program's name.
         defaults: a program's defaults by field name, which replace those of the dataclasses.
-        description: first paragraph of ``--help``, which only the first rank prints, and which ends the program.
         problems: takes the errors of flags that leave the others readable; None raises them.
+        texts: `description`, the first paragraph of ``--help``, which only the first rank prints, and which ends the
+            program; and the program's `name`.
 
     Raises:
         ConfigError: flags or keys of a file are unknown, all of them at once, or a value has the wrong type.
@@ -84,24 +81,23 @@ def parse_values(
         return config, megatron_defaults
 
     (paths, is_megatrons), _ = parse_known(first, arguments)
-    line = sort_flags(arguments, _run_flags())
-    chosen_by_signs = is_megatrons is None and line.signs
-    is_megatrons = bool(line.signs) if is_megatrons is None else is_megatrons
+    words, ignored, signs = sort_flags(arguments, _run_flags())
+    chosen, is_megatrons = is_megatrons, bool(signs) if is_megatrons is None else is_megatrons
     lower = functools.reduce(build.merge, map(read_settings, paths), {} if is_megatrons else dict(defaults or {}))
     # Help alone shows them: where a program has imported pydantic, cyclopts lets it judge defaults too.
     shown = lower if {"-h", "--help"} & {*arguments} else dict.fromkeys(lower)
-    values = parse_call(collector(shown), line.words, description=description, name=name, problems=problems)
+    values = parse_call(collector(shown), words, problems=problems, **texts)
     merged = build.merge(lower, values)
     lost = build.of_other_wrappers(merged) - values.keys() if paths and build.ALTERNATIVES[0] & values.keys() else {}
     if is_megatrons:
-        merged = with_megatron_defaults(merged, values, line.ignored)
+        merged = with_megatron_defaults(merged, values, ignored)
     if environment_rank() == 0:
         if lost:
             say(f"warning: dropped from --config, since the wrapper of the flags has none: {', '.join(sorted(lost))}")
-        if line.ignored:
-            say(f"warning: ignored, since they change no number here: {', '.join(dict.fromkeys(line.ignored))}")
-        if chosen_by_signs:
-            reason = f"the command line has {line.signs[0]}; --no-megatron-defaults takes the program's"
+        if ignored:
+            say(f"warning: ignored, since they change no number here: {', '.join(dict.fromkeys(ignored))}")
+        if is_megatrons and chosen is None:
+            reason = f"the command line has {signs[0]}; --no-megatron-defaults takes the program's"
             say(f"defaults are Megatron-LM's, since {reason}")
     return {name: value for name, value in merged.items() if name not in {*lost, "config", "megatron_defaults"}}
 
@@ -114,24 +110,20 @@ def parse_known(function: Callable[..., Result], arguments: Sequence[str]) -> tu
 
 
 def parse_call(
-    function: Callable[..., Result],
-    arguments: Sequence[str],
-    *,
-    description: str | None = None,
-    name: str = "",
-    problems: list[ConfigError] | None = None,
+    function: Callable[..., Result], arguments: Sequence[str], *, problems: Problems = None, **texts: str | None
 ) -> Result:
     """Calls `function` with keyword arguments parsed from a command line. Returns its result.
 
     Args:
-        description: first paragraph of ``--help``; None takes the function's docstring.
         problems: takes the errors that leave the other flags readable; None raises them.
+        texts: `description`, the first paragraph of ``--help``, by default the function's docstring; and the
+            program's `name`.
 
     Raises:
         ConfigError: flags are unknown, all of them at once, or a value has the wrong type.
         MissingExtraError: cyclopts is not installed.
     """
-    app = _app(function, name=name, help=description, help_format="plaintext")
+    app = _app(function, name=texts.get("name", ""), help=texts.get("description"), help_format="plaintext")
     if {"-h", "--help"} & set(arguments):
         if environment_rank() == 0:
             app.help_print([])

@@ -2,63 +2,50 @@
 
 The tables are in `megatron_flags.json`. Names in them are without dashes, may be shell patterns, and are separated by
 spaces: ``signs`` (flags of ours that only a line of Megatron-LM's has), ``replaced`` (by flags of ours), ``switches``
-and ``valued`` (change no number here, without and with values), and ``refused``, with the reason.
+and ``valued`` (change no number here, without and with values), and ``refused``, with the reason. ``implied`` has, for
+a setting and its value, what Megatron-LM's parser sets with it unless it is given.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_flags.json").read_text("utf-8"))
-_SIGNS, _SWITCHES, _VALUED = (_TABLES[name].split() for name in ("signs", "switches", "valued"))
-_VOCABULARY_MULTIPLE = 128
+_FOREIGN = {kind: [*_TABLES[kind]] for kind in ("replaced", "switches", "valued")}
 
 
-@dataclass
-class CommandLine:
-    """A command line without the flags that change no number here."""
-
-    words: list[str] = field(default_factory=list)
-    """Flags of ours, with values, and unknown ones."""
-    ignored: list[str] = field(default_factory=list)
-    """Names of flags that were taken out."""
-    signs: list[str] = field(default_factory=list)
-    """Flags that only a command line of Megatron-LM's has."""
-
-
-def sort_flags(arguments: Sequence[str], known: Collection[str]) -> CommandLine:
+def sort_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
     """Takes those flags out of a command line that change no number here, and replaces those that others stand for.
 
     Args:
         known: names of the flags that exist, with their dashes.
+
+    Returns:
+        The words that are left, unknown flags included; names of the flags that were taken out; and names of those
+        that only a command line of Megatron-LM's has.
     """
-    line = CommandLine()
-    replaced: list[str] = []
-    target = line.words
+    words, replaced, ignored, signs = list[str](), list[str](), list[str](), list[str]()
+    target = words
     for word in arguments:
-        name = flag_name(word)
-        if name in known or not word.startswith("--"):
-            target = line.words if word.startswith("--") else target
-            target.append(word)
-        elif name[2:] in _TABLES["replaced"]:
-            target = line.words
-            replaced += _TABLES["replaced"][name[2:]].split()
-        elif (has_value := _matches(name, _VALUED)) or _matches(name, _SWITCHES):
-            line.ignored.append(name)
-            target = [] if has_value else line.words
-        else:
-            target = line.words
+        if not word.startswith("--"):
             target.append(word)
             continue
-        if word.startswith("--") and (name not in known or name[2:] in _SIGNS):
-            line.signs.append(name)
-    line.words = [*replaced, *line.words]  # an explicit flag wins
-    return line
+        name = flag_name(word)
+        kind = "" if name in known else next((kind for kind, names in _FOREIGN.items() if _matches(name, names)), "")
+        target = [] if kind == "valued" else words
+        if kind == "replaced":
+            replaced += _TABLES["replaced"][name[2:]].split()
+        elif kind:
+            ignored.append(name)
+        else:
+            words.append(word)
+        if kind or _matches(name, _TABLES["signs"]):
+            signs.append(name)
+    return [*replaced, *words], ignored, signs  # an explicit flag wins
 
 
 def flag_name(word: str) -> str:
@@ -67,8 +54,7 @@ def flag_name(word: str) -> str:
 
 
 def refusal(flag: str) -> str:
-    """Returns why a flag of Megatron-LM's is refused, and what to do instead; empty for a flag that it does not
-    have."""
+    """Returns why a flag of Megatron-LM's is refused, and what to do instead. Empty for others."""
     return next((text for names, text in _TABLES["refused"].items() if _matches(flag, names.split())), "")
 
 
@@ -86,33 +72,24 @@ def with_megatron_defaults(
         flags: those of the command line alone. Settings of a file are final.
         ignored: names of flags that `sort_flags` took out.
     """
-    values = dict(settings)
-    tensor_parallel = values.get("tensor_model_parallel_size", 1)
+    values, tensor_parallel = dict(settings), settings.get("tensor_model_parallel_size", 1)
+    for name, value, implied in _TABLES["implied"]:
+        if name in values and value in (None, values[name]):
+            values = implied | values
     if tensor_parallel == 1:
         values.pop("sequence_parallel", None)
     if values.get("data_parallel_sharding_strategy", "no_shard") != "no_shard":
         values.pop("use_distributed_optimizer", None)  # which --use-megatron-fsdp sets, and a strategy says more
     if flags.get("attention_backend") == "fused":
         values["attention_backend"] = "auto"  # not every device has this kernel, and torch takes it where it is best
-    if values.get("bf16"):
-        values.setdefault("grad_reduce_in_fp32", True)
     if values.get("swiglu"):
         values.setdefault("ffn_hidden_size", values.get("hidden_size", 0) * 8 // 3 // 64 * 64)
     elif values.get("add_bias_linear", True) and "--no-bias-gelu-fusion" not in ignored:
         values.setdefault("activation_func", "gelu_tanh")  # the formula of its fused kernel
-    if values.get("group_query_attention"):
-        values.setdefault("num_query_groups", 1)
-    elif "num_query_groups" in flags:
+    if "num_query_groups" in flags and not values.get("group_query_attention"):
         del values["num_query_groups"]
-    if "keep_every" in flags:  # Megatron-LM's --save-retain-interval
-        values.setdefault("keep_last", 1)
-    if values.get("optimizer") == "muon":
-        values.setdefault("muon_preset", "megatron")
-    if values.get("wandb_project") and "wandb" not in values.get("trackers", ()):
-        values["trackers"] = (*values.get("trackers", ()), "wandb")
     if "split" in flags:
         values["split"] = flags["split"].strip("'\"")
-    if "make_vocab_size_divisible_by" in flags or "make_vocab_size_divisible_by" not in values:
-        multiple = flags.get("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE)
-        values["make_vocab_size_divisible_by"] = multiple * tensor_parallel
+    if (multiple := flags.get("make_vocab_size_divisible_by")) or "make_vocab_size_divisible_by" not in values:
+        values["make_vocab_size_divisible_by"] = (multiple or 128) * tensor_parallel
     return values

@@ -121,12 +121,11 @@ class SchedulerConfig:
         check_range(self, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init", least=0)
         check_range(self, "start_weight_decay", "end_weight_decay", least=0)
         if self.lr_warmup_fraction is not None:
-            for name in ("lr_warmup_iters", "lr_warmup_samples"):
-                if getattr(self, name):
-                    raise ConfigError(
-                        f"{name} {getattr(self, name)} and lr_warmup_fraction {self.lr_warmup_fraction} both say how "
-                        "long to warm up; drop one"
-                    )
+            if steps := self.lr_warmup_iters or self.lr_warmup_samples:
+                raise ConfigError(
+                    f"lr_warmup_{'iters' if self.lr_warmup_iters else 'samples'} {steps} and lr_warmup_fraction "
+                    f"{self.lr_warmup_fraction} both say how long to warm up; drop one"
+                )
             check_range(self, "lr_warmup_fraction", least=0, below=1, takes="0 up to, not with, 1")
         if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples) is None:
             raise ConfigError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of its last part")
@@ -347,7 +346,7 @@ class RunConfig:
     wrapper. The host then waits for each step, and a logged step takes a copy of the shards that a rank updates."""
 
     wandb_project: str | None = None
-    """Project of the tracker wandb. None: the name of the run's folder."""
+    """Project of the tracker wandb, which this and the next two settings turn on. None: the run's folder."""
 
     wandb_exp_name: str | None = None
     """Name of the run in wandb. None: wandb chooses one."""

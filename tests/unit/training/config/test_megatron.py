@@ -24,21 +24,21 @@ def test_every_flag_of_megatron_lm_is_ours_harmless_or_refused():
     unsorted, twice, wrong = [], [], []
     for flag, takes_value in FLAGS.items():
         words = [flag, "1"] if takes_value else [flag]
-        line = sort_flags(words, known)
+        left, _, _ = sort_flags(words, known)
         is_ours = flag_name(flag) in known
-        ways = (is_ours, line.words != words and not is_ours, bool(refusal(flag)))
+        ways = (is_ours, left != words and not is_ours, bool(refusal(flag)))
         (unsorted if not any(ways) else twice if sum(ways) > 1 else []).append(flag)
-        if ways[1] and takes_value and line.words:
+        if ways[1] and takes_value and left:
             wrong.append(flag)
     assert (unsorted, twice, wrong) == ([], [], [])
-    assert not sort_flags(["--num-layerz", "2"], known).ignored
+    assert sort_flags(["--num-layerz", "2"], known) == (["--num-layerz", "2"], [], [])
 
 
 def test_a_switch_takes_no_value_and_values_go_with_their_flag():
     words = ["--manual-gc", "--lr=1", "--ckpt-format", "torch_dist", "--recompute_modules", "a", "b", "--seed", "-1"]
-    line = sort_flags(words, _run_flags())
-    assert line.words == ["--lr=1", "--seed", "-1"]
-    assert line.ignored == line.signs == ["--manual-gc", "--ckpt-format", "--recompute-modules"]
+    left, ignored, signs = sort_flags(words, _run_flags())
+    assert left == ["--lr=1", "--seed", "-1"]
+    assert ignored == signs == ["--manual-gc", "--ckpt-format", "--recompute-modules"]
     with pytest.raises(ConfigError, match="unexpected value 'corpus'"):
         parse_arguments([*MEGATRON, "--manual-gc", "corpus"])
 
@@ -55,6 +55,7 @@ def test_defaults_are_those_of_megatron_lms_parser():
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.999, 1e-8)
     assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.lr) == (0.01, 1.0, None)
     assert (config.scheduler.lr_decay_style, config.run.seed) == ("linear", 1234)
+    assert (config.checkpoint.keep_last, model.num_query_groups, config.ddp.grad_reduce_in_fp32) == (None, 4, False)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_defaults_are_those_of_megatron_lms_parser():
             {"sharding_strategy": "optim_grads"},
         ),
         ("--optimizer muon", "optimizer", {"muon_preset": "megatron"}),
-        ("--wandb-project p --wandb-exp-name e", "run", {"trackers": ("wandb",), "wandb_project": "p"}),
+        ("--wandb-project p --wandb-exp-name e", "run", {"wandb_exp_name": "e", "wandb_project": "p"}),
         ("--split '99,1,0'", "data", {"split": "99,1,0"}),
         ("--save-retain-interval 5", "checkpoint", {"keep_last": 1, "keep_every": 5}),
         ("--no-load-optim --no-save-rng", "checkpoint", {"load_optim": False, "load_rng": True, "save_rng": False}),
@@ -121,7 +122,7 @@ def test_a_file_is_final_and_flags_override_it(tmp_path):
 
 
 def test_rules_name_fields_that_exist():
-    every = {"swiglu": True, "bf16": True, "optimizer": "muon", "wandb_project": "p", "keep_every": 2}
+    every = {"swiglu": True, "bf16": True, "optimizer": "muon", "keep_every": 2}
     made = with_megatron_defaults(every, every).keys() | with_megatron_defaults({}, {}).keys()
     names = {entry.name for kind in section_types("no_shard").values() for entry in fields(kind)}
     assert made - {"swiglu"} <= names
