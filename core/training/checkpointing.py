@@ -35,6 +35,8 @@ from .state import TrainingState, check_is_run, check_same_model, warn_of_anothe
 
 TOKENIZER_FILE = "tokenizer.json"
 _RNG_NAMES = "rng."
+_UNIT = "counts_samples"
+"""Entry of the schedule's state: whether it counts samples. Without it, it counts iterations."""
 
 
 def save_checkpoint(
@@ -67,7 +69,7 @@ def run_state(state: TrainingState, config: PretrainConfig) -> tuple[dict[str, t
         "vocab_size": state.vocab_size,
         "config": config.to_json(),
         "optimizer": state.optimizer.state_scalars() if settings.save_optim else {},
-        "scheduler": state.scheduler.state_dict(),
+        "scheduler": state.scheduler.state_dict() | {_UNIT: config.counts_samples},
         "model_tensors": _of_all_stages([name for name in tensors if name.startswith(MODEL)]),
         "rng_bytes": rng.numel() if settings.save_rng else 0,
         "layout": rank_layout(),
@@ -132,6 +134,12 @@ def load_checkpoint(
         scalars = metadata["optimizer"] if settings.load_optim else state.optimizer.state_scalars()
         state.optimizer.load_state_scalars(scalars, with_groups=False)  # the schedule has its own
         if settings.load_optim:
+            if (in_samples := metadata["scheduler"].get(_UNIT, False)) != config.counts_samples:
+                units = ("samples", "iterations") if in_samples else ("iterations", "samples")
+                raise CheckpointError(
+                    f"{folder}: the schedule counts {units[0]} in the checkpoint, and {units[1]} here; keep to "
+                    "--train-samples or --train-iters, and to a batch that grows or not"
+                )
             state.scheduler.load_state_dict(metadata["scheduler"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(

@@ -86,13 +86,9 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | NullTokenizer | None:
             f"tokenizer_model {path} is a file of sentencepiece, which is not read here; put the tokenizer.json of "
             "the same model next to it (it is in Hugging Face's folder of that model)"
         )
-    return load_tokenizer(
-        path / "tokenizer.json"
-        if path.is_dir()
-        else path.with_name("tokenizer.json")
-        if path.suffix == ".model"
-        else path
-    )
+    if path.suffix == ".model":
+        path = path.with_name("tokenizer.json")
+    return load_tokenizer(path / "tokenizer.json" if path.is_dir() else path)
 
 
 def _gpt2_tokenizer(vocab_file: Path, merge_file: Path) -> Tokenizer:
