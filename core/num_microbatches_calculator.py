@@ -1,6 +1,9 @@
-"""Computes the number of micro-batches of a step: Megatron-LM's global calculator, for a batch of constant size."""
+"""Computes the number of micro-batches of a step: Megatron-LM's global calculator, for a batch of constant size, and
+the sizes of a batch that grows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from .base.errors import ConfigError, ParallelConfigError, check_positive
 from .base.megatron_names import absent_names, checks_arguments
@@ -31,6 +34,59 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
             f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"
         )
     return global_batch_size // unit
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def batch_schedule(
+    global_batch_size: int | None,
+    rampup_batch_size: Sequence[int] | None,
+    step_schedule: Sequence[str] | None,
+    seq_length: int,
+) -> tuple[tuple[int, int], ...]:
+    """Returns the global batches of a run that grow by Megatron-LM's rules: from which sample on, and how large.
+
+    Args:
+        global_batch_size: the last size. None: that of `step_schedule`.
+        rampup_batch_size: first size, increment, and the number of samples until the last size is reached.
+        step_schedule: sizes by the number of tokens so far, as "0:16", "2.4B:320". One text may hold several.
+
+    Raises:
+        ConfigError: the sizes do not lead to `global_batch_size`, or the schedule cannot be read.
+    """
+    if rampup_batch_size is not None:
+        start, increment, samples = rampup_batch_size if len(rampup_batch_size) == 3 else (0, 0, 0)
+        number, rest = divmod((global_batch_size or 0) - start, max(1, increment))
+        if min(start, increment, samples, number) < 1 or rest:
+            raise ConfigError(
+                f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))} and global_batch_size "
+                f"{global_batch_size}; give START INCREMENT SAMPLES, where INCREMENT divides global_batch_size - START"
+            )
+        return tuple((-(-samples * step // number), start + step * increment) for step in range(number + 1))
+    if step_schedule is None:
+        return ((0, global_batch_size or 0),)
+    text = " ".join(step_schedule)
+    try:
+        sizes = [(_number(tokens) // seq_length, _number(size)) for tokens, size in _pairs(text)]
+        starts = [start for start, _ in sizes]
+        if starts[0] or starts != sorted({*starts}) or global_batch_size not in (None, sizes[-1][1]):
+            raise ValueError
+    except (ValueError, IndexError):
+        raise ConfigError(
+            f"step_batch_size_schedule is {text!r} and global_batch_size {global_batch_size}; write TOKENS:SIZE with "
+            "rising numbers of tokens, as 0:16 2.4B:320, of which the last size is the global batch's"
+        ) from None
+    return tuple(sizes)
+
+
+def _pairs(text: str) -> list[list[str]]:
+    return [entry.split(":") for entry in text.replace(",", " ").split()]
+
+
+def _number(text: str) -> int:
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if factor > 1 else text) * factor)
 
 
 @checks_arguments

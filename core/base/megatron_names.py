@@ -9,7 +9,6 @@ with one warning. In the tables a key may be several names, separated by spaces:
 * ``arguments``: by function, see :func:`checks_arguments`: ``refused`` with what to do instead, and ``ignored`` with
   the reason why that changes no number.
 * ``fields``: by config class, see :func:`takes_megatron_fields`.
-* ``flags``: hints by flag, without its dashes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from .errors import ConfigError, ParallelConfigError, warn_once
 from .text import choices
 
 _TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megatron_names.json").read_text("utf-8"))
-FOREIGN_FLAGS: dict[str, str] = _TABLES["flags"]
 
 
 def absent_names(

@@ -82,10 +82,14 @@ def choices(value: str, allowed: Iterable[str], optional: bool = False) -> str:
     return f"{nearest}it takes {'None or ' * optional}one of {join_parts(names, _NUM_CHOICES, ', ')}"
 
 
-def nearest(word: str, names: Collection[str], otherwise: str = "see --help") -> str:
-    """Suggests the name that an unknown word is nearest to, whole or cut off: ``did you mean --nproc-per-node?``"""
+def nearest(word: str, names: Collection[str], otherwise: str = "see --help", cutoff: float = 0.6) -> str:
+    """Suggests the name that an unknown word is nearest to, whole or cut off: ``did you mean --nproc-per-node?``
+
+    Args:
+        cutoff: how similar they have to be, from 0 to 1.
+    """
     known = {name[: len(word)]: name for name in names} | {name: name for name in names}
-    return next((f"did you mean {known[near]}?" for near in get_close_matches(word, known, n=1)), otherwise)
+    return next((f"did you mean {known[near]}?" for near in get_close_matches(word, known, 1, cutoff)), otherwise)
 
 
 def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[[T, T], bool]) -> list[list[T]]:

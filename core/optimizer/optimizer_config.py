@@ -35,6 +35,12 @@ class OptimizerConfig:
     min_lr: float | None = None
     """Floor of the schedule. None means the scheduler's own ``min_lr``."""
 
+    decoupled_lr: float | None = None
+    """Peak of the learning rate of embeddings and of the output projection. None: that of all parameters."""
+
+    decoupled_min_lr: float | None = None
+    """Floor of their learning rate. None: that of all parameters."""
+
     weight_decay: float = 0.01
     """Weight decay. Biases and 1-D parameters (norms) have none unless the parameter groups say otherwise."""
 
@@ -147,6 +153,9 @@ class OptimizerConfig:
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)
+        check_range(self, "decoupled_lr", "decoupled_min_lr", least=0)
+        if self.decoupled_lr is None and self.decoupled_min_lr is not None:
+            raise ConfigError(f"decoupled_min_lr is {self.decoupled_min_lr} without decoupled_lr; set both")
         share = "a number from 0 up to, not including, 1"
         momenta = ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum")
         check_range(self, *momenta, least=0, below=1, takes=share)

@@ -87,13 +87,18 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Returns the default overrides: no weight decay for biases and 1-D parameters.
-
-    Args:
-        config: Megatron-LM's argument; not read.
-    """
+    """Returns the default overrides: no weight decay for biases and 1-D parameters, and the learning rate of
+    `decoupled_lr` for embeddings and the output projection."""
     vector = ParamPredicate("at_most_one_dimension", lambda param: param.ndim <= 1)
-    return {ParamKey(name=("bias", "*.bias"), predicate=vector): {"wd_mult": 0.0}}
+    overrides: dict[ParamKey, ParamGroupOverride] = {
+        ParamKey(name=("bias", "*.bias"), predicate=vector): {"wd_mult": 0.0}
+    }
+    if config.decoupled_lr is not None:
+        key = ParamKey(name=("*word_embeddings.weight", "*output_layer.weight"))
+        ends = overrides[key] = {"max_lr": config.decoupled_lr}
+        if config.decoupled_min_lr is not None:
+            ends["min_lr"] = config.decoupled_min_lr
+    return overrides
 
 
 def override_of(overrides: ConfigOverrides, name: str, param: nn.Parameter) -> ParamGroupOverride:

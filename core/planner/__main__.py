@@ -78,7 +78,8 @@ def plan(arguments: Sequence[str], program: str = "") -> int:
             _write(options.calibrate, machine.to_json())
             sys.stdout.write(f"{machine.to_json()}{warning}")
         return 0
-    values, wrappers = parse_values(flags), options.wrappers.split(",")
+    # Neither changes a plan: a command line without them can be planned too.
+    values, wrappers = parse_values(flags, {"lr": 1.0, "train_iters": 1}), options.wrappers.split(",")
     own = build_config(values)
     validate(own, world_size)
     if options.gpu_memory is not None:

@@ -35,6 +35,8 @@ from .state import TrainingState, check_is_run, check_same_model, warn_of_anothe
 
 TOKENIZER_FILE = "tokenizer.json"
 _RNG_NAMES = "rng."
+_UNIT = "counts_samples"
+"""Entry of the schedule's state: whether it counts samples. Without it, it counts iterations."""
 
 
 def save_checkpoint(
@@ -58,21 +60,23 @@ def save_checkpoint(
 
 def run_state(state: TrainingState, config: PretrainConfig) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns all that a checkpoint holds of a run: the tensors of this rank, and the metadata."""
-    rng, tensors = packed_rng_state(), state_tensors(state)
+    rng, tensors, settings = packed_rng_state(), state_tensors(state), config.checkpoint
+    if not settings.save_optim:
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     metadata = {
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
         "vocab_size": state.vocab_size,
         "config": config.to_json(),
-        "optimizer": state.optimizer.state_scalars(),
-        "scheduler": state.scheduler.state_dict(),
+        "optimizer": state.optimizer.state_scalars() if settings.save_optim else {},
+        "scheduler": state.scheduler.state_dict() | {_UNIT: config.counts_samples},
         "model_tensors": _of_all_stages([name for name in tensors if name.startswith(MODEL)]),
-        "rng_bytes": rng.numel(),
+        "rng_bytes": rng.numel() if settings.save_rng else 0,
         "layout": rank_layout(),
         "sample_order": dict(state.sample_order),
         SKIPPED: state.skipped_steps,
     }
-    return tensors | {f"{_RNG_NAMES}rank{dist.get_rank()}": rng}, metadata
+    return tensors | ({f"{_RNG_NAMES}rank{dist.get_rank()}": rng} if settings.save_rng else {}), metadata
 
 
 def load_checkpoint(
@@ -104,24 +108,39 @@ def load_checkpoint(
     with another_offered(folder, ranks):
         metadata = ranks.from_first(lambda: dist_checkpointing.load_metadata(folder))
     check_is_run(metadata, folder)
-    if not metadata["optimizer"]:
+    settings = config.checkpoint
+    if not metadata["optimizer"] and settings.load_optim:
         raise CheckpointError(
-            f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
+            f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}, or "
+            "add --no-load-optim"
         )
     check_same_model(metadata, state, config, folder)
     if metadata.get(FINITE) is False:
         raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
     rng = packed_rng_state()
     same_ranks = metadata["layout"] == rank_layout() and metadata["rng_bytes"] == rng.numel()
+    same_ranks = same_ranks and settings.load_rng
     streams = {f"{_RNG_NAMES}rank{dist.get_rank()}": rng} if same_ranks else {}
     lines: list[str] = []
-    verify = config.checkpoint.verify_checkpoint
     with another_offered(folder, ranks):
-        targets = state_tensors(state) | streams
-        dist_checkpointing.load(targets, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+        targets, report = state_tensors(state) | streams, lines.append
+        if not settings.load_optim:
+            targets = {name: target for name, target in targets.items() if name.startswith((MODEL, _RNG_NAMES))}
+        verify, strict = settings.verify_checkpoint, settings.load_optim
+        dist_checkpointing.load(
+            targets, folder, strict=strict, verify=verify, cast=True, report=report, optional=_RNG_NAMES
+        )
     try:
-        state.optimizer.load_state_scalars(metadata["optimizer"], with_groups=False)  # the schedule has its own
-        state.scheduler.load_state_dict(metadata["scheduler"])
+        scalars = metadata["optimizer"] if settings.load_optim else state.optimizer.state_scalars()
+        state.optimizer.load_state_scalars(scalars, with_groups=False)  # the schedule has its own
+        if settings.load_optim:
+            if (in_samples := metadata["scheduler"].get(_UNIT, False)) != config.counts_samples:
+                units = ("samples", "iterations") if in_samples else ("iterations", "samples")
+                raise CheckpointError(
+                    f"{folder}: the schedule counts {units[0]} in the checkpoint, and {units[1]} here; keep to "
+                    "--train-samples or --train-iters, and to a batch that grows or not"
+                )
+            state.scheduler.load_state_dict(metadata["scheduler"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
             f"{folder}: the metadata of optimizer and schedule is none that a run writes ({type(error).__name__}: "

@@ -26,7 +26,7 @@ from ..datasets.data_samplers import build_pretraining_data_loader
 from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
 from ..tensor_parallel.groups import pad_vocab_size
-from ..tokenizers import Tokenizer, load_tokenizer, tokenizer_path
+from ..tokenizers import NullTokenizer, Tokenizer, load_tokenizer, tokenizer_path
 from .config import PretrainConfig
 from .launch.processes import ignore_stop_signals
 
@@ -46,8 +46,13 @@ class RunData:
     """Inputs of the order of training samples as JSON values, and a fingerprint of the order, ``order``."""
 
 
-def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunData:
+def load_data(
+    config: PretrainConfig, data_path: Path, world_size: int, tokenizer: Tokenizer | NullTokenizer | None = None
+) -> RunData:
     """Opens the corpus at `data_path` and finds, or builds and caches, the order of its samples.
+
+    Args:
+        tokenizer: of the corpus; None reads `tokenizer_model`, or the file next to the corpus if there is one.
 
     Raises:
         DataError: the corpus is missing, damaged, too small, or has tokens beyond the vocabulary.
@@ -56,8 +61,8 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
     corpus = IndexedDataset(data_path)
     if len(corpus) == 0:
         raise DataError(f"{corpus.idx_path}: the corpus is empty; prepare it from files that hold text")
-    beside_corpus, tokenizer = tokenizer_path(data_path), None
-    if config.data.tokenizer_model is not None or beside_corpus.exists():
+    beside_corpus = tokenizer_path(data_path)
+    if tokenizer is None and (config.data.tokenizer_model is not None or beside_corpus.exists()):
         tokenizer = load_tokenizer(config.data.tokenizer_model or beside_corpus)
     vocab_size = _vocab_size(config, data_path, tokenizer)
     settings = GPTDatasetConfig(
@@ -73,7 +78,7 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
         cache_dir=config.data.data_cache_path,
     )
     batch = config.global_batch_size(world_size)
-    train = GPTDataset(corpus, "train", settings, config.run.train_iters * batch)
+    train = GPTDataset(corpus, "train", settings, config.train_samples(world_size))
     first, last = document_range(len(corpus), "valid", config.data.split)
     num_valid = config.run.eval_iters * batch if parse_shares(config.data.split)[1] > 0 else 0
     if num_valid and first == last:
@@ -87,7 +92,7 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
         train=train,
         valid=GPTDataset(corpus, "valid", settings, num_valid) if num_valid else None,
         sample_order=_sample_order(train, batch),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if isinstance(tokenizer, Tokenizer) else None,
         vocab_size=pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by),
     )
 
@@ -103,11 +108,13 @@ def open_batches(
         tree: of the wrapper's plan; says which micro-batches of a step are this rank's.
     """
     data_parallel_size = parallel_state.get_data_parallel_world_size()
+    micro_batches = config.data.micro_batch_size * data_parallel_size
     loader = build_pretraining_data_loader(
         dataset,
         consumed_samples,
         micro_batch_size=config.data.micro_batch_size,
-        global_batch_size=config.data.global_batch_size or config.data.micro_batch_size * data_parallel_size,
+        # Micro-batches follow each other in one order at any size of a batch that grows.
+        global_batch_size=micro_batches if config.batch_grows else config.data.global_batch_size or micro_batches,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=data_parallel_size,
         num_workers=config.data.num_workers,
@@ -132,7 +139,7 @@ def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
     }
 
 
-def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | None) -> int:
+def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | NullTokenizer | None) -> int:
     vocab_size = config.data.vocab_size
     least = None if tokenizer is None else tokenizer.vocab_size
     if (vocab_size := vocab_size or least) is None:

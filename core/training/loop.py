@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from ..base.errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
@@ -28,6 +31,10 @@ from .recovery import StepCopies
 from .state import TrainingState
 from .train_step import RunningStep, evaluate, train_step
 
+_WANDB = {"wandb_project": "WANDB_PROJECT", "wandb_exp_name": "WANDB_NAME", "wandb_save_dir": "WANDB_DIR"}
+"""Variables of the package wandb, by setting."""
+_STARTED_AT = time.monotonic()
+"""When the program started: this module's import is a part of that."""
 MODEL_FILE = "model.html"
 PROFILED_ITERATION = 3
 """The iteration whose memory is measured on request: the optimizer has its state and the wrapper its buffers by
@@ -44,7 +51,7 @@ class Outcome:
     checkpoint: Path | None
     """The last checkpoint that was written. None if there is none."""
     stopped_by: str
-    """Name of the signal that ended the run before its last iteration. Empty if none did."""
+    """Name of the signal, or of the setting, that ended the run before its last iteration. Empty if none did."""
 
 
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
@@ -72,11 +79,13 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
 
 def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     folder, is_writer, world_size = config.checkpoint.folder, dist.get_rank() == 0, dist.get_world_size()
-    num_microbatches, batch_size = config.num_microbatches(world_size), config.global_batch_size(world_size)
-    begun_at, last, micro_batch = state.iteration, config.run.train_iters, config.data.micro_batch_size
+    num_microbatches, micro_batch = config.num_microbatches(world_size), config.data.micro_batch_size
+    in_samples = config.counts_samples
+    begun_at, last, exit_interval = state.iteration, config.train_iters(world_size), config.run.exit_interval
     tree, generation, profiles = state.model.plan.tree, current_generation(), config.run.profile_memory and is_writer
+    ends_at = _STARTED_AT + 60 * (config.run.exit_duration_in_mins or math.inf)
     validation_loss: float | None = None
-    stop = False
+    stop, is_late = False, False
     opened: Callable[..., AbstractContextManager[Iterator[Batch]]] = open_batches if begun_at < last else _no_batches
     for chunk in state.chunks:
         chunk.train()
@@ -86,6 +95,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         CheckpointWriter(config, folder) as writer,
         opened(data.train, config, state.consumed_samples, tree) as batches,
         StepCopies(partial(run_state, state, config), begun_at, config.run.copy_interval) as copies,
+        _profiler(config, folder) as profiler,
     ):
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
@@ -95,23 +105,28 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 log.message(table)
         reporter = _Reporter(state, log, writer)
         while state.iteration < last and not stop:
-            step_begun = time.monotonic()
+            step_begun, sizes = time.monotonic(), (world_size, state.consumed_samples)
+            num_samples, is_late = config.global_batch_size(*sizes), step_begun > ends_at
             seeds = MicroBatchSeeds(config.run.seed, state.consumed_samples // micro_batch)
-            step = partial(train_step, state.chunks, state.optimizer, state.scheduler, batches, num_microbatches)
+            step = partial(train_step, state.chunks, state.optimizer, state.scheduler, batches)
+            step = partial(step, config.num_microbatches(*sizes), increment=num_samples if in_samples else 1)
             step = partial(step, seeds=None if tree is None else seeds, before_update=copies.wait)
-            step = partial(step, stop_requested=request.requested or writer.has_failed)
+            step = partial(step, stop_requested=request.requested or writer.has_failed or is_late)
             is_profiled = profiles and state.iteration + 1 == min(begun_at + PROFILED_ITERATION, last)
             running = _profile_step(step, state, folder, log) if is_profiled and folder is not None else step()
             state.iteration += 1
-            state.consumed_samples += batch_size
-            stop = reporter.take(running)
+            state.consumed_samples += num_samples
+            stop = reporter.take(running, num_samples * config.data.seq_length)
+            if profiler is not None:
+                profiler.step()
             if _is_due(state.iteration, config.run.log_weights_hash):
                 reporter.note_hash(weights_hash(state))
-            is_last = state.iteration == last
+            is_last, exits = state.iteration == last, _is_due(state.iteration, exit_interval)
             validates = data.valid is not None and (is_last or _is_due(state.iteration, config.run.eval_interval))
             saves = folder is not None and (is_last or _is_due(state.iteration, config.checkpoint.save_interval))
-            if stop or validates or saves or is_last or copies.is_due(state.iteration) or config.run.log_layer_norms:
-                stop = reporter.finish() or stop
+            reads = stop or exits or validates or saves or is_last or config.run.log_layer_norms
+            if reads or copies.is_due(state.iteration):
+                stop = reporter.finish() or stop or exits
             copies.start(state.iteration)
             if generation is not None and generation.lost and state.iteration == begun_at + 1:
                 seconds, ranks = time.time() - generation.lost_at, generation.world_size
@@ -127,7 +142,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             report_step(state.iteration, time.monotonic() - step_begun)
             log.restart()  # exclude the time of validation and saving
     final_loss = validation_loss if state.iteration == last else None
-    stopped_by = (request.signal_name or "a signal to another rank") if stop else ""
+    reason = "exit_duration_in_mins" if is_late else request.signal_name or "a signal to another rank"
+    stopped_by = "" if not stop else "exit_interval" if _is_due(state.iteration, exit_interval) else reason
     return Outcome(
         iteration=state.iteration, validation_loss=final_loss, checkpoint=writer.last_folder, stopped_by=stopped_by
     )
@@ -137,16 +153,19 @@ def _open_log(state: TrainingState, config: PretrainConfig) -> RunLog:
     """Opens the log, in the run's folder, in TensorBoard's, and in trackers."""
     first, folder, tensorboard = state.iteration + 1, config.checkpoint.folder, config.run.tensorboard_dir
     trackers: list[Any] = [*config.run.trackers]
+    wandb = {_WANDB[name]: str(value) for name, value in vars(config.run).items() if name in _WANDB and value}
+    os.environ.update(wandb)
+    if wandb and "wandb" not in trackers:
+        trackers.append("wandb")
     if tensorboard is not None and dist.get_rank() == 0:
         trackers.append(TensorBoard(tensorboard, first))
     return RunLog(
         folder,
-        steps=range(first, config.run.train_iters + 1),
+        steps=range(first, config.train_iters(dist.get_world_size()) + 1),
         every=config.run.log_interval,
         trackers=trackers,
         model=state.chunks,
         optimizer=state.optimizer,
-        tokens_per_step=config.global_batch_size(dist.get_world_size()) * config.data.seq_length,
         layer_norms=config.run.log_layer_norms,
         average_loss=False,  # it is the same on all ranks
         curve=folder is not None,
@@ -189,18 +208,19 @@ class _Reporter:
         self._skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         # Steps that were skipped since the last line of the log. `_report` counts, and clears it with a line.
         self._num_skipped = 0
-        # The last step, while it is not reported, with its iteration and seconds. `take` sets it, `_report` clears it.
-        self._waiting: tuple[RunningStep, int, float] | None = None
+        # The last step, while it is not reported, with its tokens, iteration and seconds. `take` sets it, `_report`
+        # clears it.
+        self._waiting: tuple[RunningStep, int, int, float] | None = None
         # The hash of the weights after that step; None if it was not asked for. `note_hash` sets it, `_report` clears
         # it.
         self._hash: str | None = None
 
-    def take(self, running: RunningStep) -> bool:
+    def take(self, running: RunningStep, tokens: int) -> bool:
         """Takes the step of the current iteration, and reports the one before it. Returns whether that says to
         stop."""
         seconds = self._log.restart()
         stop = self._report(0.0)
-        self._waiting = (running, self._state.iteration, seconds)
+        self._waiting = (running, tokens, self._state.iteration, seconds)
         return stop
 
     def note_hash(self, weights_hash: str) -> None:
@@ -217,12 +237,12 @@ class _Reporter:
     def _report(self, waited_s: float) -> bool:
         if self._waiting is None:
             return False
-        (running, iteration, seconds), self._waiting = self._waiting, None
+        (running, tokens, iteration, seconds), self._waiting = self._waiting, None
         hashed, self._hash = self._hash, None
         result = running.result()
         self._num_skipped += not result.has_update
         values: dict[str, Any] = {"grad_norm": result.grad_norm, "num_zeros": result.num_zeros, **result.experts}
-        values |= {"loss_scale": result.loss_scale, "skipped": self._num_skipped}
+        values |= {"loss_scale": result.loss_scale, "skipped": self._num_skipped, "tokens": tokens}
         if self._log.step(iteration, result.loss, lr=result.lr, seconds=seconds + waited_s, **values):
             self._num_skipped = 0
         if hashed is not None:
@@ -232,6 +252,16 @@ class _Reporter:
         self._skips.note(iteration, result.has_update)
         self._state.skipped_steps = self._skips.in_a_row
         return result.stop
+
+
+def _profiler(config: PretrainConfig, folder: Path | None) -> AbstractContextManager[Any]:
+    """Opens torch's profiler on the ranks that are traced. Its `step` is called after each step."""
+    run = config.run
+    if not run.profile or folder is None or dist.get_rank() not in run.profile_ranks:
+        return nullcontext()
+    start, warmup = run.profile_step_start, min(run.profile_step_start, 1)
+    steps = schedule(wait=start - warmup, warmup=warmup, active=run.profile_step_end - start, repeat=1)
+    return profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(str(folder / "profile")))
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

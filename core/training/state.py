@@ -129,32 +129,41 @@ def build_gpt(config: PretrainConfig, vocab_size: int, vp_stage: int | None = No
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Builds the schedule of a run, counted in iterations.
+    """Builds the schedule of a run, counted in iterations, or in samples (`PretrainConfig.counts_samples`).
 
     Raises:
         ConfigError: its lengths contradict each other.
     """
     settings, weight_decay = config.scheduler, config.optimizer.weight_decay
-    decay_iters = settings.lr_decay_iters or config.run.train_iters
-    warmup_iters = settings.lr_warmup_iters
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    in_samples = config.run.train_samples is not None
+    # What an iteration counts in the schedule's unit: in a batch that grows that of the last size, as in Megatron-LM.
+    unit = config.global_batch_size(world_size) if config.batch_grows and not in_samples else 1
+
+    def length(iterations: int | None, samples: int | None) -> int | None:
+        return samples if in_samples else iterations and iterations * unit
+
+    whole = config.train_samples(world_size) if config.counts_samples else config.train_iters(world_size)
+    decay = length(settings.lr_decay_iters, settings.lr_decay_samples) or whole
+    warmup = length(settings.lr_warmup_iters, settings.lr_warmup_samples) or 0
     if settings.lr_warmup_fraction is not None:
-        warmup_iters = int(settings.lr_warmup_fraction * decay_iters)
+        warmup = int(settings.lr_warmup_fraction * decay)
     is_constant = settings.start_weight_decay is None or settings.end_weight_decay is None
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,
         max_lr=config.optimizer.lr or 0.0,  # the optimizer requires it
         min_lr=config.optimizer.min_lr or 0.0,
-        lr_warmup_steps=warmup_iters,
-        lr_decay_steps=decay_iters,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
         lr_decay_style=settings.lr_decay_style,
         start_wd=weight_decay if is_constant else settings.start_weight_decay or 0.0,
         end_wd=weight_decay if is_constant else settings.end_weight_decay or 0.0,
-        wd_incr_steps=config.run.train_iters,
+        wd_incr_steps=whole,
         wd_incr_style=settings.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=settings.override_opt_param_scheduler,
-        wsd_decay_steps=settings.lr_wsd_decay_iters,
+        wsd_decay_steps=length(settings.lr_wsd_decay_iters, settings.lr_wsd_decay_samples),
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )
 

@@ -70,6 +70,7 @@ class RunningStep:
         totals: over all ranks: sum of losses, what to divide it by, how many ranks were asked to stop, and what
             `names` say.
         names: names of the rest of `totals`, for the log.
+        increment: what the step counts in the schedule's unit.
     """
 
     def __init__(
@@ -78,15 +79,16 @@ class RunningStep:
         scheduler: OptimizerParamScheduler,
         totals: torch.Tensor,
         names: Sequence[str] = (),
+        increment: int = 1,
     ) -> None:
-        self._optimizer, self._scheduler, self._names = optimizer, scheduler, names
+        self._optimizer, self._scheduler, self._names, self._increment = optimizer, scheduler, names, increment
         # None until the host knows the outcome: the optimizer then calls `_conclude`, which sets it once.
         self._result: StepResult | None = None
         optimizer.start_step(totals, on_outcome=self._conclude)
 
     def _conclude(self, outcome: StepOutcome) -> None:
         if outcome.has_update:
-            self._scheduler.step(1)
+            self._scheduler.step(self._increment)
         total_loss, total_weight, stops, *others = outcome.report
         has_scaler = self._optimizer.grad_scaler is not None
         counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.has_update or not has_scaler)
@@ -124,6 +126,7 @@ def train_step(
     stop_requested: bool = False,
     seeds: MicroBatchSeeds | None = None,
     before_update: Callable[[], None] = lambda: None,
+    increment: int = 1,
 ) -> RunningStep:
     """Queues one optimizer step in Megatron-LM's order. All ranks call it together.
 
@@ -142,6 +145,7 @@ def train_step(
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.
         before_update: called before the step's last collective of all ranks and its update.
+        increment: what the step counts in the schedule's unit: 1 iteration, or its samples.
     """
     chunks = _chunks(model)
     wrapper, per_token = chunks[0], chunks[0].plan.sums_gradients
@@ -173,7 +177,7 @@ def train_step(
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
         sum_of_last_stage(totals[:2], chunks)
         names, statistics = logged_statistics(chunks) or ((), totals[:0])
-        return RunningStep(optimizer, scheduler, torch.cat([totals, statistics]), names)
+        return RunningStep(optimizer, scheduler, torch.cat([totals, statistics]), names, increment)
 
 
 def _over_ranks(totals: torch.Tensor) -> torch.Tensor:

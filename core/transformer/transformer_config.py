@@ -44,7 +44,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-Activation = Literal["gelu", "gelu_tanh", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "squared_relu"]
 ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -52,7 +52,12 @@ def _gelu_tanh(input_: torch.Tensor) -> torch.Tensor:
     return F.gelu(input_, approximate="tanh")
 
 
+def _squared_relu(input_: torch.Tensor) -> torch.Tensor:
+    return F.relu(input_).square()
+
+
 ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu}
+ACTIVATIONS["squared_relu"] = _squared_relu
 
 
 def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
@@ -143,8 +148,8 @@ class TransformerConfig(MoEConfig):
     """Whether the MLP multiplies activation(gate) by an up branch. With "silu" it is SwiGLU (Shazeer, 2020)."""
 
     activation_func: Activation | ActivationFunction = "gelu"
-    """Activation of the MLP: "gelu" (exact), "gelu_tanh" (its tanh approximation, as in GPT-2) or "silu", or any
-    function of a tensor. `F.gelu` and `F.silu` become their names."""
+    """Activation of the MLP: "gelu" (exact), "gelu_tanh" (its tanh approximation, as in GPT-2), "silu" or
+    "squared_relu" (So et al., 2021), or any function of a tensor. `F.gelu` and `F.silu` become their names."""
 
     qk_layernorm: bool = False
     """Norm each head's query and key before the rotation."""

@@ -12,23 +12,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bigram import bigram_validation_loss
-from corpus import prepare
 from pretrained import load_pretrained
+from run_data import find_corpus, find_tokenizer
 from run_folder import begin_or_continue, check_output_folders, run_folder_held, run_folder_named, say
 from sampling import SamplingConfig, generate_tokens, stream_text
-from text_sources import standard_library_sources
 
 from shardstack import parallel_state
 from shardstack.base import device
-from shardstack.base.device import barrier, current_device
+from shardstack.base.device import current_device
 from shardstack.base.errors import ConfigError
 from shardstack.base.module_protocol import unwrap_model
-from shardstack.datasets.indexed_dataset import IndexedDataset
 from shardstack.distributed import wrap_model
 from shardstack.optimizer import get_megatron_optimizer
 from shardstack.tokenizers import Tokenizer
@@ -72,7 +69,6 @@ DEFAULTS = {
     "save_interval": 250,
     "log_interval": 10,
 }
-STANDARD_LIBRARY_VOCABULARY = 2048  # entries of the BPE that is learned from it
 PROMPT = "def "
 
 
@@ -92,7 +88,8 @@ def run(config: PretrainConfig) -> None:
 
 
 def pretrain(config: PretrainConfig) -> None:
-    data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
+    data = load_data(config, find_corpus(config.data), dist.get_world_size(), find_tokenizer(config.data))
+    say(describe_model(config, data.vocab_size))
     check_model_fits(config, data.vocab_size)
 
     virtual = config.model.virtual_pipeline_model_parallel_size
@@ -145,6 +142,24 @@ def build_model(config: PretrainConfig, vocab_size: int, vp_stage: int | None = 
     return model if on_meta else model.to(current_device())
 
 
+def describe_model(config: PretrainConfig, vocab_size: int) -> str:
+    """Returns a line that says what the model computes, and how its weights start."""
+    model, gpt = config.model, config.gpt
+    function = model.activation_func if isinstance(model.activation_func, str) else "its own activation"
+    activation = "SwiGLU" if model.gated_linear_unit and function == "silu" else function
+    heads = "tied" if not gpt.untie_embeddings_and_output_weights else "untied"
+    parts = [
+        model.normalization,
+        activation,
+        f"{'rotary' if gpt.position_embedding_type == 'rope' else 'learned'} positions",
+        "biases" if model.add_bias_linear else "no biases",
+        f"dropout {model.hidden_dropout:g} (attention {model.attention_dropout:g})",
+        f"initial std {model.init_method_std:g}",
+        f"{vocab_size} {heads} embeddings",
+    ]
+    return f"model: {', '.join(parts)}"
+
+
 def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
     """Refuses a model whose weights alone exceed the memory of this rank, before it is built.
 
@@ -169,18 +184,6 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
             f"{parameters / 1e9:.3g} billion parameters: {needed / 2**30:.3g} GiB of weights on each rank, which has "
             f"{there / 2**30:.3g} GiB; make the model smaller, or shard it over more ranks"
         )
-
-
-def standard_library_corpus(folder: Path = Path("data")) -> Path:
-    """Returns a corpus of this Python's standard library, which the first rank makes on first use."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    prefix = folder / f"python-{python}-standard-library-bpe{STANDARD_LIBRARY_VOCABULARY}"
-    if dist.get_rank() == 0 and not IndexedDataset.exists(prefix):
-        folder.mkdir(parents=True, exist_ok=True)
-        sources = standard_library_sources()
-        prepare(sources, prefix, tokenizer="bpe", vocab_size=STANDARD_LIBRARY_VOCABULARY, progress=True)
-    barrier()
-    return prefix
 
 
 def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data: RunData) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.dist_checkpointing import load_metadata
 from tests.unit._program import TINY, content, forget_after, log, pretrain, run_program
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import RankFailure, run_distributed
 
 # Dropout draws from the random streams, and several micro-batches and workers make order matter.
 FLAGS = (
@@ -151,3 +153,51 @@ def test_another_world_size_resumes_the_same_samples_and_numbers(corpus: Path, t
             assert read == list(range((3 + step) * batch, (4 + step) * batch)), (ranks, step)
         losses = [line["loss"] for line in log(second) if "loss" in line]
         assert losses == (expected if ranks == 2 else pytest.approx(expected, rel=1e-5))
+
+
+def test_weights_alone_are_saved_and_continued_on_request(corpus: Path, tmp_path: Path) -> None:
+    def run(folder: str, *more: str) -> None:
+        place = str(tmp_path / folder)
+        flags = (*FLAGS, "--data-path", str(corpus), "--eval-iters", "0")
+        run_distributed(pretrain, 2, *flags, "--save", place, "--load", place, *more)
+
+    run("whole", "--exit-interval", "2")
+    shutil.copytree(tmp_path / "whole", tmp_path / "anew")
+    run("whole", "--exit-interval", "4")
+    run("anew", "--exit-interval", "4", "--no-load-optim", "--no-load-rng")
+    rates = {name: [line["lr"] for line in log(tmp_path / name) if "lr" in line] for name in ("whole", "anew")}
+    assert rates["whole"][:2] == rates["anew"][:2] == rates["anew"][2:] != rates["whole"][2:]
+    losses = {name: [line["loss"] for line in log(tmp_path / name) if "loss" in line] for name in rates}
+    assert losses["whole"][:2] == losses["anew"][:2] and losses["whole"][3] != losses["anew"][3]
+
+    run("bare", "--exit-interval", "2", "--no-save-optim", "--no-save-rng")
+    metadata = load_metadata(tmp_path / "bare" / "iter_0000002")
+    assert metadata["optimizer"] == {} and metadata["rng_bytes"] == 0
+    index = json.loads((tmp_path / "bare" / "iter_0000002" / "checkpoint.json").read_text())
+    assert {name.partition(".")[0] for name in index["tensors"]} == {"model"}
+    with pytest.raises(RankFailure, match=r"holds weights alone, .* or add --no-load-optim"):
+        run("bare", "--exit-interval", "3")
+    run("bare", "--exit-interval", "3", "--no-load-optim")
+    in_samples = (
+        "--rampup-batch-size",
+        "4",
+        "4",
+        "8",
+        "--no-megatron-defaults",
+        "--override-opt_param-scheduler",
+        "--exit-interval",
+        "5",
+    )
+    with pytest.raises(RankFailure, match="the schedule counts iterations in the checkpoint, and samples here"):
+        run("whole", *in_samples)
+    assert [line["step"] for line in log(tmp_path / "bare") if "loss" in line] == [1, 2, 3]
+
+
+def test_a_run_ends_when_its_minutes_are_over(corpus: Path, tmp_path: Path) -> None:
+    words = (*FLAGS, "--data-path", str(corpus), "--exit-duration-in-mins", "1e-6", "--save", str(tmp_path / "run"))
+    profile = ("--profile", "--profile-step-start", "0", "--profile-step-end", "1", "--profile-ranks", "1")
+    run_distributed(pretrain, 2, *words, *profile)
+    # The second step's result is known after the first one's, which says to stop.
+    assert [path.name for path in (tmp_path / "run").glob("iter_*")] == ["iter_0000002"]
+    traces = list((tmp_path / "run" / "profile").glob("*.json"))
+    assert len(traces) == 1 and "aten::" in traces[0].read_text()

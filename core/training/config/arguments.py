@@ -14,23 +14,26 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ...base.errors import ConfigError, import_extra
-from ...base.megatron_names import FOREIGN_FLAGS
+from ...base.errors import ConfigError, import_extra, raise_together
 from ...base.text import nearest
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from ..launch.entry import environment_rank
 from ..launch.processes import say
 from . import build
 from .files import PARSERS, read_settings
+from .megatron import flag_name, refusal, sort_flags, with_megatron_defaults
 from .pretrain_config import PretrainConfig, fits_fp32, section_types
 
 Result = TypeVar("Result")
+Problems = list[ConfigError] | None
+_UNITS = ("iter", "sample", "token", "fraction", "size", "interval")
 _OF_LAUNCHER = json.loads((Path(__file__).parents[1] / "launch" / "flags.json").read_text("utf-8"))
 _library = functools.partial(import_extra, extra="train", purpose="Reading command-line flags")
 
@@ -43,68 +46,98 @@ def parse_arguments(
     Raises:
         ConfigError: as `parse_values`; or a section refuses its settings.
     """
-    return build.build_config(parse_values(arguments, defaults, description=description, name=name))
+    problems: list[ConfigError] = []
+    values = parse_values(arguments, defaults, problems=problems, description=description, name=name)
+    try:
+        config = build.build_config(values)
+    except ConfigError as error:
+        problems.append(error)
+    raise_together(problems)
+    return config
 
 
 def parse_values(
-    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, description: str = "", name: str = ""
+    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, problems: Problems = None, **texts: str
 ) -> dict[str, Any]:
     """Returns the settings that a command line makes, by field name.
 
     A file that ``--config`` names overrides the program's defaults, a later file an earlier one, and flags all files.
     Where flags choose another wrapper, the file's settings that it does not have are dropped, and a line names them.
+    With ``--megatron-defaults``, or a flag that only Megatron-LM has, the defaults are those of Megatron-LM's parser.
 
     Args:
         arguments: the command line after the program's name.
         defaults: a program's defaults by field name, which replace those of the dataclasses.
-        description: first paragraph of ``--help``, which only the first rank prints, and which ends the program.
+        problems: takes the errors of flags that leave the others readable; None raises them.
+        texts: `description`, the first paragraph of ``--help``, which only the first rank prints, and which ends the
+            program; and the program's `name`.
 
     Raises:
-        ConfigError: a flag or a key of a file is unknown, or a value has the wrong type.
+        ConfigError: flags or keys of a file are unknown, all of them at once, or a value has the wrong type.
         MissingExtraError: cyclopts is not installed, or for a file of YAML pyyaml.
     """
 
-    def files(*, config: tuple[Path, ...] = ()) -> tuple[Path, ...]:
-        return config
+    def first(*, config: tuple[Path, ...] = (), megatron_defaults: bool | None = None) -> tuple[Any, Any]:
+        return config, megatron_defaults
 
-    paths, _ = parse_known(files, arguments)
-    lower = functools.reduce(build.merge, map(read_settings, paths), dict(defaults or {}))
+    (paths, is_megatrons), _ = parse_known(first, arguments)
+    words, ignored, signs = sort_flags(arguments, _run_flags())
+    chosen, is_megatrons = is_megatrons, bool(signs) if is_megatrons is None else is_megatrons
+    lower = functools.reduce(build.merge, map(read_settings, paths), {} if is_megatrons else dict(defaults or {}))
     # Help alone shows them: where a program has imported pydantic, cyclopts lets it judge defaults too.
-    defaults = lower if {"-h", "--help"} & {*arguments} else dict.fromkeys(lower)
-    values = parse_call(collector(defaults), arguments, description=description, name=name)
+    shown = lower if {"-h", "--help"} & {*arguments} else dict.fromkeys(lower)
+    values = parse_call(collector(shown), words, problems=problems, **texts)
     merged = build.merge(lower, values)
     lost = build.of_other_wrappers(merged) - values.keys() if paths and build.ALTERNATIVES[0] & values.keys() else {}
-    if lost and environment_rank() == 0:
-        say(f"warning: dropped from --config, since the wrapper of the flags has none: {', '.join(sorted(lost))}")
-    return {name: value for name, value in merged.items() if name not in {*lost, "config"}}
+    if is_megatrons:
+        merged = with_megatron_defaults(merged, values, ignored)
+    if environment_rank() == 0:
+        if lost:
+            say(f"warning: dropped from --config, since the wrapper of the flags has none: {', '.join(sorted(lost))}")
+        if ignored:
+            say(f"warning: ignored, since they change no number here: {', '.join(dict.fromkeys(ignored))}")
+        if is_megatrons and chosen is None:
+            reason = f"the command line has {signs[0]}; --no-megatron-defaults takes the program's"
+            say(f"defaults are Megatron-LM's, since {reason}")
+    return {name: value for name, value in merged.items() if name not in {*lost, "config", "megatron_defaults"}}
 
 
 def parse_known(function: Callable[..., Result], arguments: Sequence[str]) -> tuple[Result, list[str]]:
     """Calls `function` with its own flags of a command line. Returns its result, and all other words."""
-    bound, rest = _bind(_app(function, help_flags=[]), arguments)
+    bound, rest, errors = _bind(_app(function, help_flags=[]), arguments)
+    raise_together(errors)
     return function(*bound.args, **bound.kwargs), rest
 
 
 def parse_call(
-    function: Callable[..., Result], arguments: Sequence[str], *, description: str | None = None, name: str = ""
+    function: Callable[..., Result], arguments: Sequence[str], *, problems: Problems = None, **texts: str | None
 ) -> Result:
     """Calls `function` with keyword arguments parsed from a command line. Returns its result.
 
     Args:
-        description: first paragraph of ``--help``; None takes the function's docstring.
+        problems: takes the errors that leave the other flags readable; None raises them.
+        texts: `description`, the first paragraph of ``--help``, by default the function's docstring; and the
+            program's `name`.
 
     Raises:
-        ConfigError: a flag is unknown, or a value has the wrong type.
+        ConfigError: flags are unknown, all of them at once, or a value has the wrong type.
         MissingExtraError: cyclopts is not installed.
     """
-    app = _app(function, name=name, help=description, help_format="plaintext")
+    app = _app(function, name=texts.get("name", ""), help=texts.get("description"), help_format="plaintext")
     if {"-h", "--help"} & set(arguments):
         if environment_rank() == 0:
             app.help_print([])
         raise SystemExit(0)
-    bound, unused = _bind(app, arguments)
-    if unused or bound is None:
-        raise ConfigError(_mistake(app.assemble_argument_collection(), arguments, unused))
+    bound, unused, errors = _bind(app, arguments)
+    errors = [*_mistakes(app, arguments, unused), *errors]
+    if bound is None and not errors:
+        given, flags = {*map(flag_name, arguments)}, app.assemble_argument_collection()
+        missing = [flag.name for flag in flags if flag.required and not given & {*map(flag_name, flag.names)}]
+        errors = [ConfigError(f"missing: {', '.join(missing)}; see --help")]
+    if problems is None or bound is None:
+        raise_together(errors)
+    else:
+        problems += errors
     return function(*bound.args, **bound.kwargs)
 
 
@@ -117,30 +150,57 @@ def _app(function: Callable[..., Any], **settings: Any) -> Any:
     return app
 
 
-def _bind(app: Any, arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    """Returns the arguments of an app's function, None if a required one is missing, and words that are none."""
+def _bind(app: Any, arguments: Sequence[str]) -> tuple[Any, list[str], list[ConfigError]]:
+    """Returns the arguments of an app's function, None if one is missing or wrong, words that are none, and errors."""
     cyclopts = _library("cyclopts")
     try:
         _, bound, unused, _ = app.parse_known_args(list(arguments))
     except cyclopts.CycloptsError as error:
-        error.verbose, bound, unused = False, None, error.unused_tokens
-        if not isinstance(error, cyclopts.MissingArgumentError) or error.keyword:
-            raise ConfigError(" ".join(str(error).split())) from None
-    return bound, unused
+        error.verbose = False
+        is_missing = isinstance(error, cyclopts.MissingArgumentError) and not error.keyword
+        return None, error.unused_tokens or [], [] if is_missing else [ConfigError(" ".join(str(error).split()))]
+    return bound, unused, []
 
 
-def _mistake(flags: Any, arguments: Sequence[str], unused: Sequence[str]) -> str:
-    """Says which words of a command line are wrong, or else what is missing, which a wrong one may mean."""
-    known = [name for flag in flags for name in flag.names]
-    if unknown := next((word.partition("=")[0].replace("_", "-") for word in unused if word.startswith("--")), ""):
-        known += [f"--{name.replace('_', '-')} of the launcher" for name in _OF_LAUNCHER]
-        return f"Unknown option: {unknown}: {FOREIGN_FLAGS.get(unknown[2:]) or nearest(unknown, known)}"
-    if unused and "--config" in known and Path(unused[0]).suffix.lower() in PARSERS:
-        return f"{unused[0]!r} is no flag; did you mean --config {unused[0]}?"
-    if unused:
-        return f"unexpected value {' '.join(map(repr, unused))}; every value follows its flag, see --help"
-    given = {word.partition("=")[0].replace("_", "-") for word in arguments}
-    return f"missing: {', '.join(f.name for f in flags if f.required and not given & {*f.names})}; see --help"
+@functools.cache
+def _run_flags() -> dict[str, bool]:
+    return _names(_app(collector({})))
+
+
+def _names(app: Any) -> dict[str, bool]:
+    """Returns the names of all flags as they are shown, and whether each takes a value."""
+    flags = app.assemble_argument_collection()
+    return {flag_name(name): flag.hint is not bool for flag in flags for name in flag.names}
+
+
+def _mistakes(app: Any, arguments: Sequence[str], unused: Sequence[str]) -> list[ConfigError]:
+    """Says which words of a command line are wrong: every flag that is unknown, or else the values that follow none.
+
+    Flags that are refused for one reason share a line.
+    """
+    if not unused:
+        return []
+    known = _names(app)
+    reasons: dict[str, list[str]] = {}
+    for word, following in pairwise([*unused, "--"]):
+        if (name := flag_name(word)).startswith("--") and name not in known:
+            takes_value = "=" in word or not following.startswith("--")
+            same_kind = [other for other in known if known[other] == takes_value and _unit(other) == _unit(name)]
+            same_kind += [f"--{other.replace('_', '-')} of the launcher" for other in _OF_LAUNCHER]
+            reason = refusal(name) or f"{nearest(name, same_kind, cutoff=0.8)}"
+            reasons.setdefault(reason, []).append(name if refusal(name) else f"Unknown option: {name}")
+    lines = [f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items()]
+    if not lines and not unused[0].startswith("-"):
+        if "--config" in known and Path(unused[0]).suffix.lower() in PARSERS:
+            lines = [f"{unused[0]!r} is no flag; did you mean --config {unused[0]}?"]
+        else:
+            lines = [f"unexpected value {' '.join(map(repr, unused))}; every value follows its flag, see --help"]
+    return [ConfigError(line) for line in lines]
+
+
+def _unit(flag: str) -> str:
+    """Returns the unit that a flag's name ends with, if it has one: of another unit its value means another thing."""
+    return next((unit for unit in _UNITS if flag.removesuffix("s").endswith(unit)), "")
 
 
 @functools.cache

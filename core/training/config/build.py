@@ -1,7 +1,7 @@
 """Builds settings from a flat mapping of field names: sorts them into sections and expands shorthands.
 
-The tables of flags, names that differ from those of the fields, shorthands and headings, are in `flags.json`. Hints
-for Megatron-LM's flags that do not exist here are in `base/megatron_names.json`.
+The tables of flags, names that differ from those of the fields, shorthands and headings, are in `flags.json`.
+Megatron-LM's flags that do not exist here are in `megatron_flags.json`.
 """
 
 from __future__ import annotations

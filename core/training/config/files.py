@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 from ...base.errors import ConfigError, import_extra, raise_together
 from ...base.files import CONFIG_BYTES, brief, parse_json, read_file
-from ...base.megatron_names import FOREIGN_FLAGS
 from ...base.text import nearest
 from ...distributed.fully_sharded_data_parallel_config import FSDP2
 from . import build
+from .megatron import refusal
 from .pretrain_config import from_json_value, section_types
 
 
@@ -71,7 +71,7 @@ def _setting(section: str, key: str, value: Any) -> tuple[str, Any, Any]:
         if key in build.TITLES:
             raise ValueError("is a section; write it once, at the top, with settings by name below it")
         near = nearest(key, [*_settings(), *_FIELDS, *build.TITLES], "drop it")
-        raise ValueError(f"is unknown; {FOREIGN_FLAGS.get(key.replace('_', '-')) or near}")
+        raise ValueError(f"is unknown; {refusal(key.replace('_', '-')) or near}")
     if section and section not in homes:
         raise ValueError(f"is in the wrong section; it belongs to {' and '.join(homes)}")
     hint, default = homes[section] if section else next(iter(homes.values()))
@@ -90,7 +90,8 @@ def _settings() -> dict[str, dict[str, tuple[Any, Any]]]:
     homes: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, (section, kind, _) in build.SHORTHANDS.items():
         homes[name] = {section: (kind, None)}
-    del homes["config"]  # files name no files
+    for name in ("config", "megatron_defaults"):
+        del homes[name]  # files name no files, and are final
     for section, config in section_types(FSDP2).items():
         hints = get_type_hints(config)
         for entry in fields(config):

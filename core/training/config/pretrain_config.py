@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -66,16 +67,44 @@ class PretrainConfig:
         """Returns the number of ranks that read different samples."""
         return world_size // _model_parallel_size(self.model)
 
-    def global_batch_size(self, world_size: int) -> int:
-        """Returns the samples of a step over all ranks."""
-        return self.data.global_batch_size or self.data.micro_batch_size * self.data_parallel_size(world_size)
+    @property
+    def batch_grows(self) -> bool:
+        """Whether the global batch grows during the run."""
+        return (self.data.rampup_batch_size or self.data.step_batch_size_schedule) is not None
 
-    def num_microbatches(self, world_size: int) -> int:
-        """Returns the number of micro-batches of each rank in a step."""
-        data = self.data
-        return num_microbatches(
-            self.global_batch_size(world_size), data.micro_batch_size, self.data_parallel_size(world_size)
-        )
+    @property
+    def counts_samples(self) -> bool:
+        """Whether schedules count samples, not iterations."""
+        return self.batch_grows or self.run.train_samples is not None
+
+    def batch_schedule(self, world_size: int) -> tuple[tuple[int, int], ...]:
+        """Returns the sample from which on each global batch size holds, and that size."""
+        default = self.data.micro_batch_size * self.data_parallel_size(world_size)
+        return self.data.batch_schedule(self.data.global_batch_size or default)
+
+    def global_batch_size(self, world_size: int, consumed_samples: int | None = None) -> int:
+        """Returns the samples of a step over all ranks, after `consumed_samples`. None: of the last step."""
+        sizes = self.batch_schedule(world_size)
+        return max((s for s in sizes if consumed_samples is None or s[0] <= consumed_samples), default=sizes[0])[1]
+
+    def num_microbatches(self, world_size: int, consumed_samples: int | None = None) -> int:
+        """Returns the number of micro-batches of each rank in a step, as `global_batch_size`."""
+        size = self.global_batch_size(world_size, consumed_samples)
+        return num_microbatches(size, self.data.micro_batch_size, self.data_parallel_size(world_size))
+
+    def train_samples(self, world_size: int) -> int:
+        """Returns the samples of the whole run, at most."""
+        return self.run.train_samples or (self.run.train_iters or 0) * self.global_batch_size(world_size)
+
+    def train_iters(self, world_size: int) -> int:
+        """Returns the iterations of the whole run."""
+        if self.run.train_iters is not None:
+            return self.run.train_iters
+        iterations, consumed, total = 0, 0, self.train_samples(world_size)
+        for (_, size), (end, _) in pairwise([*self.batch_schedule(world_size), (total, 0)]):
+            steps = max(0, min(-((consumed - end) // size), (total - consumed) // size))
+            iterations, consumed = iterations + steps, consumed + steps * size
+        return iterations
 
     def to_json(self) -> dict[str, Any]:
         """Returns the settings as JSON values, for the log and for checkpoints. :meth:`from_json` reverses it."""
@@ -138,7 +167,13 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
 
 def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
     try:
-        check_rounds(config.model, config.num_microbatches(world_size))
+        for start, _ in config.batch_schedule(world_size):
+            check_rounds(config.model, config.num_microbatches(world_size, start))
+        if config.train_iters(world_size) < 1:
+            yield ConfigError(
+                f"train_samples {config.run.train_samples} is below one global batch of "
+                f"{config.global_batch_size(world_size, 0)}; raise it"
+            )
     except ParallelConfigError as error:
         yield error if not config.ddp.reproducible_across_ranks else _ranks_without_a_tree(config, world_size)
     else:
@@ -219,6 +254,8 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
                 "reproducible_across_ranks is set and global_batch_size is not, which is then one micro-batch a rank; "
                 "set global_batch_size"
             )
+        if config.batch_grows:
+            yield ConfigError("reproducible_across_ranks needs batches of one size, and this one grows; drop one")
         if config.run.data_parallel_random_init:
             yield ConfigError(
                 "reproducible_across_ranks seeds dropout by micro-batch and data_parallel_random_init by rank; drop "
@@ -229,6 +266,10 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
             "pipeline_parallel_schedule 'ZBVZeroBubble' puts the first and the last stage on one rank, where they "
             "cannot share the embedding; set untie_embeddings_and_output_weights, or take another schedule"
         )
+    unit, other = ("iters", "samples") if config.run.train_samples is None else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(config.scheduler, f"{name}_{other}"):
+            yield ConfigError(f"{name}_{other} is set in a run with train_{unit}; write {name}_{unit} instead")
     if config.optimizer.lr is None:
         yield ConfigError("lr is not set; give the peak learning rate")
 

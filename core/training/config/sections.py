@@ -11,6 +11,7 @@ from typing import Literal
 
 from ...base.errors import ConfigError, check_range
 from ...dist_checkpointing import Retention
+from ...num_microbatches_calculator import batch_schedule
 from ...transformer.lora import LoRATarget
 
 
@@ -64,7 +65,7 @@ class GPTConfig:
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """Schedules of learning rate and weight decay. One step is one iteration.
+    """Schedules of learning rate and weight decay, in iterations, or in samples for a run whose length is in samples.
 
     Raises:
         ConfigError: a length is below zero, or the warm-up is given in two ways.
@@ -76,11 +77,17 @@ class SchedulerConfig:
     lr_decay_iters: int | None = None
     """Iterations until the minimal learning rate is reached. None: the length of the run."""
 
+    lr_decay_samples: int | None = None
+    """`lr_decay_iters` in samples, for a run with `train_samples`. None: the length of the run."""
+
     lr_warmup_iters: int = 0
     """Iterations of linear rise from `lr_warmup_init` to the peak."""
 
+    lr_warmup_samples: int = 0
+    """`lr_warmup_iters` in samples, for a run with `train_samples`."""
+
     lr_warmup_fraction: float | None = None
-    """Length of the warm-up as a share of `lr_decay_iters`, instead of `lr_warmup_iters`."""
+    """Length of the warm-up as a share of the decay, instead of `lr_warmup_iters` or `lr_warmup_samples`."""
 
     lr_warmup_init: float = 0.0
     """Learning rate at which the warm-up starts."""
@@ -90,6 +97,9 @@ class SchedulerConfig:
 
     lr_wsd_decay_iters: int | None = None
     """Iterations of that last part."""
+
+    lr_wsd_decay_samples: int | None = None
+    """`lr_wsd_decay_iters` in samples, for a run with `train_samples`."""
 
     start_weight_decay: float | None = None
     """Weight decay at the first iteration, if the style is not constant."""
@@ -107,16 +117,17 @@ class SchedulerConfig:
     """On `load`, use this schedule instead of the checkpoint's."""
 
     def __post_init__(self) -> None:
-        check_range(self, "lr_decay_iters", "lr_wsd_decay_iters", least=1)
-        check_range(self, "lr_warmup_iters", "lr_warmup_init", "start_weight_decay", "end_weight_decay", least=0)
+        check_range(self, "lr_decay_iters", "lr_wsd_decay_iters", "lr_decay_samples", "lr_wsd_decay_samples", least=1)
+        check_range(self, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init", least=0)
+        check_range(self, "start_weight_decay", "end_weight_decay", least=0)
         if self.lr_warmup_fraction is not None:
-            if self.lr_warmup_iters:
+            if steps := self.lr_warmup_iters or self.lr_warmup_samples:
                 raise ConfigError(
-                    f"lr_warmup_iters {self.lr_warmup_iters} and lr_warmup_fraction {self.lr_warmup_fraction} both "
-                    "say how long to warm up; drop one"
+                    f"lr_warmup_{'iters' if self.lr_warmup_iters else 'samples'} {steps} and lr_warmup_fraction "
+                    f"{self.lr_warmup_fraction} both say how long to warm up; drop one"
                 )
             check_range(self, "lr_warmup_fraction", least=0, below=1, takes="0 up to, not with, 1")
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples) is None:
             raise ConfigError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of its last part")
         decays = (self.start_weight_decay, self.end_weight_decay)
         if (self.weight_decay_incr_style == "constant") != (decays == (None, None)) or decays.count(None) == 1:
@@ -143,8 +154,21 @@ class DataConfig:
     data_cache_path: Path | None = None
     """Folder of the sample index. None: next to the corpus."""
 
+    mock_data: bool = False
+    """Train on synthetic documents, which count up, in the place of a corpus."""
+
+    tokenizer_type: str | None = None
+    """Tokenizer by Megatron-LM's name: GPT2BPETokenizer reads `vocab_file` and `merge_file`, HuggingFaceTokenizer and
+    those of Llama a tokenizer.json, and NullTokenizer has `vocab_size` ids and no text. None: by the files."""
+
     tokenizer_model: Path | None = None
-    """Tokenizer file (tokenizer.json) of the corpus. None: the one next to it."""
+    """Tokenizer file (tokenizer.json) of the corpus, or its folder. None: the one next to it."""
+
+    vocab_file: Path | None = None
+    """Vocabulary of a byte-level BPE (vocab.json of GPT-2), with `merge_file`, in the place of `tokenizer_model`."""
+
+    merge_file: Path | None = None
+    """Merges of that BPE (merges.txt)."""
 
     vocab_size: int | None = None
     """Entries of the vocabulary, for a corpus without a tokenizer. None: the tokenizer's."""
@@ -157,6 +181,14 @@ class DataConfig:
 
     global_batch_size: int | None = None
     """Samples of a step over all ranks. None: one micro-batch a rank."""
+
+    rampup_batch_size: tuple[int, ...] | None = None
+    """START INCREMENT SAMPLES: begin with a global batch of START samples, and raise it by INCREMENT, in equal parts
+    of the first SAMPLES samples, to `global_batch_size`."""
+
+    step_batch_size_schedule: tuple[str, ...] | None = None
+    """Global batches by the number of tokens so far, as 0:16 2.4B:320 12B:1536. Suffixes: K, M, B, T. The last is
+    `global_batch_size`."""
 
     num_workers: int = 2
     """Processes that read samples, on each rank. 0 reads in the rank's own, on a GPU in a thread of it."""
@@ -173,6 +205,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_range(self, "vocab_size", "seq_length", "micro_batch_size", "global_batch_size", least=1)
         check_range(self, "num_workers", least=0)
+        if (self.rampup_batch_size or self.step_batch_size_schedule) is not None:
+            self.global_batch_size = self.batch_schedule(self.global_batch_size)[-1][1]
+
+    def batch_schedule(self, global_batch_size: int | None) -> tuple[tuple[int, int], ...]:
+        """Returns the sample from which on each global batch size holds, and that size."""
+        return batch_schedule(
+            global_batch_size, self.rampup_batch_size, self.step_batch_size_schedule, self.seq_length
+        )
 
 
 @dataclass(kw_only=True)
@@ -214,6 +254,18 @@ class CheckpointConfig:
 
     keep_every: int | None = None
     """In addition to `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
+
+    load_optim: bool = True
+    """On `load`, continue the optimizer and the schedule. Without this they start anew, with the weights loaded."""
+
+    load_rng: bool = True
+    """On `load`, continue the random streams of dropout. Without this they start from the seed."""
+
+    save_optim: bool = True
+    """Write the state of optimizer and schedule into checkpoints. Without it `load` needs `--no-load-optim`."""
+
+    save_rng: bool = True
+    """Write random streams into checkpoints."""
 
     verify_checkpoint: bool = True
     """Compare every loaded tensor with the hash that was saved with it. Without this, only tensors that are loaded
@@ -257,8 +309,17 @@ class RunConfig:
         ConfigError: a number is out of its range.
     """
 
-    train_iters: int
+    train_iters: int | None = None
     """Iterations of the whole run, those before `--load` included."""
+
+    train_samples: int | None = None
+    """Samples of the whole run, in the place of `train_iters`. Schedules are then in samples too."""
+
+    exit_interval: int | None = None
+    """End the run, with a checkpoint, after an iteration that this divides."""
+
+    exit_duration_in_mins: float | None = None
+    """End the run, with a checkpoint, so many minutes after it was started."""
 
     eval_interval: int = 1000
     """Iterations between validations."""
@@ -283,6 +344,27 @@ class RunConfig:
     log_layer_norms: bool = False
     """Log the norms of gradient, update and weight of each layer, the same on any number of ranks and under any
     wrapper. The host then waits for each step, and a logged step takes a copy of the shards that a rank updates."""
+
+    wandb_project: str | None = None
+    """Project of the tracker wandb, which this and the next two settings turn on. None: the run's folder."""
+
+    wandb_exp_name: str | None = None
+    """Name of the run in wandb. None: wandb chooses one."""
+
+    wandb_save_dir: Path | None = None
+    """Folder of wandb's files. None: the current one."""
+
+    profile: bool = False
+    """Trace steps with torch's profiler into the folder `profile` of the run's folder, for TensorBoard or Perfetto."""
+
+    profile_step_start: int = 10
+    """First traced step, counted from the start of the program."""
+
+    profile_step_end: int = 12
+    """Step before which tracing ends."""
+
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that are traced."""
 
     profile_memory: bool = False
     """Measure the memory of the run's third iteration on the first rank by category, and draw it: memory.png and
@@ -312,8 +394,13 @@ class RunConfig:
     """Minutes after which a collective that not all ranks joined is an error."""
 
     def __post_init__(self) -> None:
-        check_range(self, "train_iters", "eval_interval", "log_interval", "log_weights_hash", "copy_interval", least=1)
-        check_range(self, "eval_iters", least=0)
+        check_range(self, "train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", over=0)
+        check_range(self, "eval_interval", "log_interval", "log_weights_hash", "copy_interval", least=1)
+        check_range(self, "eval_iters", "profile_step_start", least=0)
+        check_range(self, "profile_step_end", over=self.profile_step_start, takes="a step after profile_step_start")
+        if (self.train_iters is None) == (self.train_samples is None):
+            found = "missing: " if self.train_iters is None else f"{self.train_iters} and {self.train_samples}: "
+            raise ConfigError(f"{found}train_iters and train_samples; give the length of the run by one of them")
         check_range(self, "seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
         year = f"a positive number up to {_LONGEST_TIMEOUT_MINUTES}, a year"
         check_range(self, "distributed_timeout_minutes", over=0, most=_LONGEST_TIMEOUT_MINUTES, takes=year)

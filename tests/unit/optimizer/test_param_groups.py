@@ -14,7 +14,7 @@ from core.optimizer import (
     get_standard_config_overrides,
 )
 from core.optimizer.main_ranges import collect_main_params
-from core.optimizer.param_groups import build_param_groups
+from core.optimizer.param_groups import build_param_groups, override_of
 from core.transformer import Float16Module, TransformerConfig
 
 
@@ -138,3 +138,19 @@ def test_ineffective_arguments_are_refused():
         build_param_groups(params, CONFIG, lr_mult=2.0)
     with pytest.raises(ConfigError, match="no trainable parameter"):
         get_megatron_optimizer(CONFIG, [nn.ReLU()])
+
+
+def test_ends_of_a_model_have_a_rate_of_their_own():
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-5, decoupled_lr=5e-3)
+    kinds = {"embedding.word_embeddings": 5e-3, "embedding.position_embeddings": 1e-3, "output_layer": 5e-3, "x": 1e-3}
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    for name, peak in kinds.items():
+        override = override_of(get_standard_config_overrides(config), f"{name}.weight", parameter)
+        assert override.get("max_lr", config.lr) == peak and "min_lr" not in override
+    config = OptimizerConfig(lr=1e-3, decoupled_lr=5e-3, decoupled_min_lr=1e-6)
+    assert override_of(get_standard_config_overrides(config), "module.output_layer.weight", parameter) == {
+        "max_lr": 5e-3,
+        "min_lr": 1e-6,
+    }
+    with pytest.raises(ConfigError, match=r"decoupled_min_lr is 0\.1 without decoupled_lr"):
+        OptimizerConfig(lr=1e-3, decoupled_min_lr=0.1)

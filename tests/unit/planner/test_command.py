@@ -213,7 +213,7 @@ def test_a_run_that_does_not_fit_names_a_change_that_does(capsys: pytest.Capture
 
 
 def test_flags_that_are_missing_are_all_named():
-    with pytest.raises(ConfigError, match=r"missing: --hidden-size, .*, --train-iters; see --help"):
+    with pytest.raises(ConfigError, match=r"missing: --hidden-size, .*, --micro-batch-size; see --help"):
         main(["--num-layers", "2"])
     with pytest.raises(ConfigError, match=r"'base\.yaml' is no flag; did you mean --config base\.yaml\?"):
         main(["--hardware", "h100", "base.yaml"])

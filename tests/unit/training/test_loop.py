@@ -13,8 +13,10 @@ import pytest
 
 from core.base.errors import OptimizerError
 from core.run_log import RunLog, read_log
+from core.training import loop
 from core.training.loop import LIMIT, SkippedSteps, _Reporter, _show_model
 from core.training.train_step import StepResult
+from tests.unit.training._configs import small_config
 
 
 def test_the_first_is_warned_of_and_a_row_ends_the_run():
@@ -52,7 +54,7 @@ def _report(log: RunLog, last: int, hashes: dict[int, str]) -> None:
     for step in range(1, last + 1):
         state.iteration = step
         running: Any = SimpleNamespace(result=lambda step=step: _result(float(step), step != 2))
-        reporter.take(running)
+        reporter.take(running, 16)
         if step in hashes:
             reporter.note_hash(hashes[step])
     reporter.finish()
@@ -81,3 +83,20 @@ def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsy
         _show_model(log, SimpleNamespace(model=model), 1)  # type: ignore[arg-type]
     err = capsys.readouterr().err
     assert err.startswith("a page\nwarning: ") and "model.html cannot be written (No space left on device)" in err
+
+
+def test_wandb_gets_the_names_of_the_command_line(tmp_path, monkeypatch):
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.setenv(name, "another")
+    settings: dict[str, Any] = {"wandb_project": "p", "wandb_exp_name": "e", "wandb_save_dir": tmp_path}
+    config = small_config(**settings, train_iters=1, tensorboard_dir=None, save=tmp_path / "run")
+    opened = {}
+
+    def open_log(folder: Path, trackers: list[Any], **_: Any) -> None:
+        opened.update({name: os.environ[name] for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR")})
+        opened["trackers"] = trackers
+
+    monkeypatch.setattr(loop, "RunLog", open_log)
+    monkeypatch.setattr(loop.dist, "get_world_size", lambda: 1)
+    loop._open_log(SimpleNamespace(iteration=0, chunks=[], optimizer=None), config)  # type: ignore[arg-type]
+    assert opened == {"WANDB_PROJECT": "p", "WANDB_NAME": "e", "WANDB_DIR": str(tmp_path), "trackers": ["wandb"]}

@@ -71,6 +71,20 @@ def test_a_wsd_schedule_stays_before_it_falls():
     assert course(5, lr=1.0, **wsd)[0] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
 
 
+def test_a_run_in_samples_has_its_schedule_in_samples():
+    settings = {"lr": 1.0, "train_iters": None, "train_samples": 8, "lr_warmup_samples": 2, "global_batch_size": 2}
+    assert course(5, **settings)[0] == pytest.approx([0.0, 0.5, 1.0, 5 / 6, 4 / 6])
+    way = {"start_weight_decay": 0.0, "end_weight_decay": 0.4, "weight_decay_incr_style": "linear"}
+    assert course(3, **settings, **way, lr_decay_samples=4)[1] == pytest.approx([0.0, 0.05, 0.1])
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 2, "lr_wsd_decay_style": "linear", "lr_warmup_samples": 0}
+    assert course(8, **settings | wsd)[0] == pytest.approx([1.0] * 7 + [0.5])
+
+
+def test_iterations_of_a_batch_that_grows_count_its_last_size():
+    grows = {"rampup_batch_size": (2, 2, 8), "global_batch_size": 4, "train_iters": 2, "lr_warmup_iters": 1}
+    assert course(9, lr=1.0, **grows)[0] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
 def test_transformer_fields_are_compared_or_change_no_function():
     training_alone = {
         *("hidden_dropout", "attention_dropout", "init_method_std", "perform_initialization"),

@@ -133,8 +133,11 @@ def test_program_defaults_yield_to_flags_and_alternatives():
         (["--no-sync-module-states"], "sync_module_states is a setting of wrappers that shard parameters"),
         (["--no-group-query-attention", "--num-query-groups", "2"], "group_query_attention is turned off"),
         (["--torch-fsdp2-no-reshard-after-forward"], "reshard_after_forward is a setting of wrappers that shard"),
-        (["--recompute-activations"], "--recompute-activations: write --recompute-granularity selective instead"),
-        (["--tokenizer_type", "GPT2BPETokenizer"], "--tokenizer-type: .*--tokenizer-model"),
+        (["--finetune"], "--finetune: write --pretrained-checkpoint in the place of --load"),
+        (["--yaml_cfg", "a.yaml"], "--yaml-cfg: write --config with a file of settings"),
+        (["--lr-warmup-sample", "3"], "--lr-warmup-sample: did you mean --lr-warmup-samples"),
+        (["--lr-warmup-tokens", "3"], "Unknown option: --lr-warmup-tokens: see --help"),
+        (["--log-throughputs"], "Unknown option: --log-throughputs: see --help"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, said):
@@ -203,21 +206,27 @@ def test_defaults_that_follow_from_a_given_flag_are_dropped():
     assert (config.model.ffn_hidden_size, config.optimizer.lr, config.optimizer.min_lr) == (48, 1e-3, 1e-6)
 
 
-def test_hints_are_for_flags_that_do_not_exist():
-    from core.base.megatron_names import FOREIGN_FLAGS
-
-    assert not {name.replace("-", "_") for name in FOREIGN_FLAGS} & {
-        entry.name for kind in section_types("fsdp2").values() for entry in fields(kind)
-    }
-
-
 def test_a_required_flag_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match="--train-iters"):
+    with pytest.raises(ConfigError, match="missing: train_iters and train_samples"):
         parse_arguments(REQUIRED[:-2])
-    with pytest.raises(ConfigError, match="missing: --train-iters; see --help"):
-        parse_arguments([*REQUIRED[:-2], "--seed", "1"])
-    with pytest.raises(ConfigError, match="train_iters is required"):
-        build_config({name: value for name, value in SMALL.items() if name != "train_iters"})
+    with pytest.raises(ConfigError, match="missing: --seq-length; see --help"):
+        parse_arguments([*REQUIRED[:6], *REQUIRED[8:]])
+    with pytest.raises(ConfigError, match="seq_length is required"):
+        build_config({name: value for name, value in SMALL.items() if name != "seq_length"})
+
+
+def test_all_mistakes_of_a_command_line_are_one_error():
+    flags = "--num-layerz 2 --fp8-format hybrid --fp8_margin=1 --wandb-projekt a --no-save-optin --num-query-groups 3"
+    with pytest.raises(ConfigError) as error:
+        parse_arguments([*REQUIRED, *flags.split()])
+    assert str(error.value).splitlines() == [
+        "Unknown option: --num-layerz: did you mean --num-layers?",
+        "--fp8-format, --fp8-margin: products are computed in fp32, fp16 or bf16, never in fp8: that needs "
+        "Transformer Engine and a GPU of Hopper or later; drop it, and train in --bf16",
+        "Unknown option: --wandb-projekt: did you mean --wandb-project?",
+        "Unknown option: --no-save-optin: did you mean --no-save-optim?",
+        "num_query_groups 3 does not divide num_attention_heads 4; take 2 or 4 groups",
+    ]
 
 
 @pytest.mark.parametrize(

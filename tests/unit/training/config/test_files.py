@@ -166,7 +166,8 @@ optimizer: {lr: 1e400, adam_eps: 1.0e-60, fp16: yes}
 seed: true
 save: ""
 trackers: [wandb, 3]
-tokenizer_type: x
+save_retain: 3
+padded_vocab_size: 4
 position_embedding_type: alibi
 data: [1]
 fp16: no
@@ -191,7 +192,8 @@ def test_all_mistakes_of_a_file_are_one_error(write: Write):
         "seed is True; it takes int",
         "save is ''; it takes Path",
         "trackers is ['wandb', 3]; it takes tuple[str, ...]",
-        "tokenizer_type is unknown; it is the tokenizer.json next to the corpus; write --tokenizer-model for another",
+        "save_retain is unknown; did you mean save_retain_interval?",
+        "padded_vocab_size is unknown; write --vocab-size and --make-vocab-size-divisible-by instead",
         "position_embedding_type is 'alibi'; it takes learned_absolute | rope",
         "data is a section; write it once, at the top, with settings by name below it",
         "config is unknown; drop it",

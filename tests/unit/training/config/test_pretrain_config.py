@@ -105,6 +105,16 @@ def test_sizes_that_do_not_divide(changes, world_size, said):
         ({"fp16": True, "check_for_nan_in_grad": True}, "check_for_nan_in_grad .* fp16 .* loss_scale"),
         ({"reset_attention_mask": True, "attention_backend": "fused"}, "attention_backend .* 'auto' and 'flash'"),
         ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "no_shard"}, "use_torch_fsdp2 .* no_shard"),
+        ({"lr_decay_samples": 8}, "lr_decay_samples is set in a run with train_iters; write lr_decay_iters instead"),
+        (
+            {"train_iters": None, "train_samples": 8, "lr_warmup_iters": 1},
+            "lr_warmup_iters is set in a run with train_samples; write lr_warmup_samples instead",
+        ),
+        ({"train_iters": None, "train_samples": 1}, "train_samples 1 is below one global batch"),
+        (
+            {"reproducible_across_ranks": True, "rampup_batch_size": (2, 2, 8), "global_batch_size": 4},
+            "reproducible_across_ranks needs batches of one size",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(changes, said):
