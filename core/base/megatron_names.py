@@ -27,6 +27,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from .errors import ConfigError, ParallelConfigError, warn_once
+from .text import choices
 
 _TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megatron_names.json").read_text("utf-8"))
 FOREIGN_FLAGS: dict[str, str] = _TABLES["flags"]
@@ -250,3 +251,25 @@ def changed_fields(settings: Any) -> dict[str, Any]:
     attributes = getattr(settings, "__dict__", {}).items()
     added = {name: value for name, value in attributes if name not in defaults and name[0] != "_"}
     return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default} | added
+
+
+def config_with(kind: type[Config], changed: Mapping[str, Any], given: str) -> Config:
+    """Returns a config of this library with what another library's config changes.
+
+    Args:
+        given: the other config's class, for the message.
+
+    Raises:
+        ParallelConfigError: a setting that `kind` does not have.
+    """
+    try:
+        return kind(**changed)
+    except TypeError as error:
+        name = next((name for name in changed if f"argument '{name}'" in str(error)), None)
+        if name is None:  # a value of the wrong type
+            raise
+        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        raise ParallelConfigError(
+            f"{given} has {name}={changed[name]!r}, a setting that is not known here; leave it at its default; "
+            f"{choices(name, known)}"
+        ) from None

@@ -35,6 +35,10 @@ REPLACED: dict[Any, Any] = {
         for stock, own in (
             (megatron_step.finalize_model_grads, finalize_model_grads),
             (stock_optimizer.get_megatron_optimizer, get_megatron_optimizer),
+            (
+                importlib.import_module("megatron.core.optimizer.muon").get_megatron_muon_optimizer,
+                get_megatron_optimizer,
+            ),
         )
     },
 }

@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
+from megatron.core import optimizer as stock_optimizer
 from megatron.core.utils import get_model_config
 from torch import nn
 
 from ... import distributed, optimizer
 from ...base.errors import ParallelConfigError
-from ...base.megatron_names import changed_fields
+from ...base.megatron_names import changed_fields, config_with
 from ...distributed.groups import managed_parameters
 from ..bridge.trained import mix_in
 from ..bridge.translation import check_settings, table
@@ -55,6 +56,7 @@ def get_megatron_optimizer(
         ParallelConfigError: a model whose gradients need sums that this library does not make.
     """
     if not getattr(model_chunks[0], "has_own_optimizer", False):
+        _check_stock(config, model_chunks[0])
         found = stock(config, model_chunks, config_overrides, *args, **kwargs)
         make_resumable(found, model_chunks)
         return found
@@ -69,10 +71,28 @@ def get_megatron_optimizer(
     }
     if config.optimizer == "muon":
         values["muon_preset"] = "megatron"
-    own = optimizer.get_megatron_optimizer(optimizer.OptimizerConfig(**values), model_chunks, config_overrides)
+    own = optimizer.get_megatron_optimizer(  # type: ignore[call-arg]  # it takes Megatron-LM's arguments too
+        config_with(optimizer.OptimizerConfig, values, type(config).__name__),
+        model_chunks,
+        stock_optimizer.get_standard_config_overrides(config) if config_overrides is None else config_overrides,
+        dump_param_to_param_group_map=kwargs.get("dump_param_to_param_group_map"),
+    )
     mix_in(own, InMegatronLoop)
     make_resumable(own, model_chunks)
     return own
+
+
+def _check_stock(config: Any, wrapper: nn.Module) -> None:
+    """Raises for an optimizer of Megatron-LM's that needs whole matrices where ranks share the update of one.
+
+    Raises:
+        ParallelConfigError: says what to change.
+    """
+    if isinstance(wrapper, distributed.TorchFullyShardedDataParallel):
+        check_settings({"optimizer": config.optimizer}, "megatron_lm arguments", where=" under FSDP2")
+    elif isinstance(wrapper, distributed.DistributedDataParallel) and not wrapper.plan.is_replicated:
+        by_layer = getattr(config, "use_layer_wise_distributed_optimizer", False)
+        check_settings({"use_layer_wise_distributed_optimizer": by_layer}, "megatron_lm arguments")
 
 
 def _prepare(model_chunks: Sequence[Any]) -> None:
@@ -97,17 +117,21 @@ def _prepare(model_chunks: Sequence[Any]) -> None:
 
 
 def finalize_model_grads(
-    stock: Callable[..., Any], model: Sequence[Any], num_tokens: Any = None, *args: Any, **kwargs: Any
+    stock: Callable[..., Any],
+    model: Sequence[Any],
+    num_tokens: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
 ) -> None:
     """Finishes the gradients of a step: by this library's function where its optimizer reads them, else Megatron-LM's.
 
     Args:
-        stock: Megatron-LM's function. It gets all arguments.
+        stock: Megatron-LM's function, whose arguments follow. The wrappers of this library have their groups.
     """
     if not getattr(model[0], "has_own_optimizer", False):
-        stock(model, num_tokens, *args, **kwargs)
+        stock(model, num_tokens, pg_collection, force_all_reduce)
         return
-    distributed.finalize_model_grads(model, num_tokens)
+    distributed.finalize_model_grads(model, num_tokens, force_all_reduce=force_all_reduce)
     config = get_model_config(model[0])
     if getattr(config, "moe_router_enable_expert_bias", False):
         megatron_step._update_router_expert_bias(model, config)

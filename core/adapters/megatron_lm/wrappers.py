@@ -61,9 +61,17 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
     overlap_param_gather_with_optimizer_step = False
     """Set by Megatron-LM's `get_megatron_optimizer`, and read there."""
 
-    def __new__(cls, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __new__(
+        cls,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        full_param_layout: Any = None,
+    ) -> Any:
         if chosen_strategy(ddp_config) == "optim_grads_params":
-            return FullyShardedDataParallel(config, ddp_config, module, pg_collection=kwargs.get("pg_collection"))
+            return FullyShardedDataParallel(config, ddp_config, module, pg_collection=pg_collection)
         return super().__new__(cls)
 
     def __init__(
@@ -146,10 +154,18 @@ class FullyShardedDataParallel(ModelInPieces, distributed.FullyShardedDataParall
 
     has_own_optimizer = True
 
-    def __new__(cls, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __new__(
+        cls,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        fsdp_unit_modules: Any = None,
+        disable_bucketing: bool = False,
+        device: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
         if (chosen_strategy(ddp_config) or "optim_grads_params") != "optim_grads_params":
-            pg_collection = kwargs.get("pg_collection", args[3] if len(args) > 3 else None)
-            return DistributedDataParallel(config, ddp_config, module, pg_collection=pg_collection)
+            return DistributedDataParallel(config, ddp_config, module, disable_bucketing, pg_collection)
         return super().__new__(cls)
 
     def __init__(
@@ -186,15 +202,17 @@ def chosen_strategy(ddp_config: Any) -> str | None:
     """Returns the sharding strategy that a Megatron-LM config and the command line choose, None if they choose none.
 
     The config's strategy counts with ``use_megatron_fsdp``, or if ``--data-parallel-sharding-strategy`` is on the
-    command line: Megatron-LM's arguments set it in every run.
+    command line: Megatron-LM's arguments set it in every run. There ``no_shard`` chooses none.
     """
+    strategy = str(ddp_config.data_parallel_sharding_strategy)
+    if getattr(ddp_config, "use_megatron_fsdp", False):
+        return strategy
     is_typed = any(word.partition("=")[0] == "--data-parallel-sharding-strategy" for word in sys.argv)
-    if is_typed or getattr(ddp_config, "use_megatron_fsdp", False):
-        return str(ddp_config.data_parallel_sharding_strategy)
-    return None
+    return strategy if is_typed and strategy != "no_shard" else None
 
 
 def _own_settings(ddp_config: Any, engine: EngineKind) -> distributed.DistributedDataParallelConfig:
+    check_settings(vars(ddp_config), "megatron_lm ddp_config")
     # Megatron-LM has made bucket_size of num_buckets.
     has_number = getattr(ddp_config, "num_buckets", None) is not None
     return own_settings(replace(ddp_config, num_buckets=None) if has_number else ddp_config, engine)

@@ -18,10 +18,9 @@ from torch import nn
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
-from ...base.megatron_names import changed_fields
+from ...base.megatron_names import changed_fields, config_with
 from ...base.micro_batch_tree import odd_part
 from ...base.module_protocol import fusion_lends_memory
-from ...base.text import choices
 from ...comm import streams
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import (
@@ -216,16 +215,7 @@ def own_settings(given: Any, engine: EngineKind | None = None) -> DistributedDat
         changed.pop("data_parallel_sharding_strategy", None)
     if engine is EngineKind.FULLY_SHARDED:
         changed.setdefault("data_parallel_sharding_strategy", "optim_grads_params")
-    try:
-        return kind(**changed)
-    except TypeError as error:
-        name = next((name for name in changed if f"argument '{name}'" in str(error)), None)
-        if name is None:  # a value of the wrong type
-            raise
-        raise ParallelConfigError(
-            f"{type(given).__name__} has {name}={changed[name]!r}, a setting that is not known here; leave it at its "
-            f"default; {choices(name, [field.name for field in fields(kind)])}"
-        ) from None
+    return config_with(kind, changed, type(given).__name__)
 
 
 def config_of_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,10 +38,13 @@ class _CudaIsCpu(TorchFunctionMode):
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
     """Patches the names of CUDA that megatron-core needs to build, train and clip a GPT, for the CPU."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random as streams
     from megatron.core.transformer.moe import moe_utils
 
     with ExitStack() as stack:
+        # Else a process is spawned for a queue that this process alone reads and writes, and outlives it.
+        stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
         # 0.16 reads a name of Transformer Engine that it has not imported.
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         for owner, name, stand_in in (

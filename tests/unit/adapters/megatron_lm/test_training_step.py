@@ -134,10 +134,14 @@ def test_a_strategy_counts_if_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> No
         (["--data-parallel-sharding-strategy", "optim_grads_params"], "optim_grads_params"),
         (["--data-parallel-sharding-strategy=optim_grads_params"], "optim_grads_params"),
         (["--outer-dp-sharding-strategy", "optim"], None),
-    ):
+    ):  # what is typed
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
         assert chosen_strategy(of_arguments) == expected
     assert chosen_strategy(replace(of_arguments, use_megatron_fsdp=True)) == "optim_grads_params"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--data-parallel-sharding-strategy", "no_shard"])
+    replicas = replace(of_arguments, data_parallel_sharding_strategy="no_shard")
+    assert chosen_strategy(replicas) is None  # --use-distributed-optimizer goes on to count
+    assert chosen_strategy(replace(replicas, use_megatron_fsdp=True)) == "no_shard"
 
 
 @on_ranks(1)
@@ -154,21 +158,58 @@ def test_what_the_optimizer_cannot_honour_is_one_line() -> None:
 
 
 @on_ranks(1)
+def test_settings_of_the_wrapper_that_change_numbers_are_refused() -> None:
+    for name, value in (("num_distributed_optimizer_instances", 2), ("delay_wgrad_compute", True)):
+        with pytest.raises(ParallelConfigError if name[0] == "n" else ConfigError, match=f"{name} is {value}"):
+            _train("optim_grads", {name: value})
+
+
+@on_ranks(1)
+def test_rates_of_single_parameters_are_those_of_megatrons_config() -> None:
+    rates = {"lr": 0.1, "min_lr": 0.0, "decoupled_lr": 0.5, "decoupled_min_lr": 0.2}
+    with _megatron.groups():
+        stock, own = (_optimizer(strategy, **rates) for strategy in (None, "optim_grads"))
+        expected = {(g["max_lr"], g["min_lr"], g["wd_mult"]) for g in stock.param_groups}
+        assert {(g["max_lr"], g["min_lr"], g["wd_mult"]) for g in own.param_groups} == expected
+        assert (0.5, 0.2, 1.0) in expected
+
+
+@on_ranks(1)
 def test_the_loop_finds_what_it_reads_of_an_optimizer() -> None:
+    with _megatron.groups():
+        # Fields that Megatron-LM's arguments set in every run, and that Adam does not read.
+        optimizer = _optimizer("optim_grads", bf16=True, lr=0.1, muon_momentum=0.9, fp8_recipe="delayed")
+        (wrapper,) = optimizer.wrappers
+        assert optimizer.is_stub_optimizer is False and wrapper.config.no_sync_func == wrapper.no_sync
+        with torch.no_grad():
+            for parameter in wrapper.parameters():
+                parameter.fill_(0.5)
+        optimizer.reload_model_params()
+        optimizer.prepare_model_params_for_param_sync()
+        wrapper.zero_grad_buffer()
+        sum(parameter.float().sum() * 0.0 for parameter in wrapper.parameters()).backward()
+        megatron_step().finalize_model_grads([wrapper])
+        optimizer.step()  # by no gradient: AdamW decays what was loaded, by 0.001
+        for group in optimizer.param_groups:
+            for main in group["params"]:
+                expected = 0.5 * (1.0 - 0.1 * group["weight_decay"])
+                torch.testing.assert_close(main.detach(), torch.full_like(main, expected))
+
+
+def megatron_step() -> Any:
+    from megatron.core import distributed
+
+    return distributed
+
+
+def _optimizer(strategy: str | None, bf16: bool = False, **fields: Any) -> Any:
+    """Returns the optimizer of a new model under a strategy's wrapper, or under the adapter's replicas."""
     from core.adapters import megatron_lm  # isort: skip  # before what it replaces is imported
 
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    settings = DistributedDataParallelConfig(
-        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
-    )
-    with _megatron.groups():
-        wrapper = _megatron.wrap(megatron_lm.FullyShardedDataParallel, _megatron.build(), settings)
-        # Fields that Megatron-LM's arguments set in every run, and that Adam does not read.
-        config = OptimizerConfig(optimizer="adam", lr=0.1, muon_momentum=0.9, fp8_recipe="delayed")
-        optimizer = get_megatron_optimizer(config, [wrapper])
-        assert optimizer.is_stub_optimizer is False
-        optimizer.prepare_model_params_for_param_sync()
-        optimizer.reload_model_params()
-        assert wrapper.config.no_sync_func == wrapper.no_sync
+    chosen = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy} if strategy else {}
+    settings = DistributedDataParallelConfig(**chosen)
+    wrapper = _megatron.wrap(megatron_lm.DistributedDataParallel, _megatron.build(bf16=bf16), settings)
+    return get_megatron_optimizer(OptimizerConfig(optimizer="adam", bf16=bf16, **fields), [wrapper])
