@@ -87,8 +87,7 @@ def held_pieces(
 
 def fill(values: Tensor, loaded: Mapping[str, Tensor]) -> None:
     """Copies what was loaded in the place of `held_pieces`, which may be in `values` already."""
-    if loaded:
-        values.copy_(torch.cat([loaded[str(i)].reshape(-1).to(values.device) for i in range(len(loaded))]))
+    values.copy_(torch.cat([loaded[str(i)].reshape(-1).to(values.device) for i in range(len(loaded))]))
 
 
 def own_elements(parameter: Tensor) -> tuple[Tensor, int]:
@@ -252,7 +251,7 @@ class StateInPieces:
         """Continues from what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``.
 
         Raises:
-            CheckpointError: the state of another optimizer.
+            CheckpointError: the state of another optimizer, or a part of it.
         """
         is_one = isinstance(state_dict, dict) and bool({"optimizer", "param_groups"} & state_dict.keys())
         states = [state_dict] if is_one else [*getattr(state_dict, "values", lambda: state_dict)()]
@@ -281,8 +280,13 @@ class StateInPieces:
                 for kind, values in held.tensors.items():
                     if kind in whole:
                         values.copy_(whole[kind].detach().reshape(-1)[held.start : held.start + len(values)])
-                    else:
-                        fill(values, pieces.get(f"{index}.{kind}", {}))
+                    elif f"{index}.{kind}" in pieces:
+                        fill(values, pieces[f"{index}.{kind}"])
+                    elif len(values):
+                        raise CheckpointError(
+                            f"the checkpoint has no {kind} of the optimizer, as ZeRO-1's of the format torch; save as "
+                            "torch_dist, or give --no-load-optim"
+                        )
                 held.set_step(int(state.get("common_step", whole.get("step", found.get("step", 0)))))
         if self.grad_scaler and "grad_scaler" in saved:
             self.grad_scaler.load_state_dict(saved["grad_scaler"])

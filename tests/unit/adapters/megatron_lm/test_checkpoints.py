@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import CheckpointError, ParallelConfigError
+from core.models.gpt import GPTModel
+from core.models.gpt.megatron_layout import load_megatron
+from core.transformer.transformer_config import TransformerConfig
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters import _megatron
@@ -160,6 +163,34 @@ def test_another_number_of_ranks_continues(tmp_path: Path, kind: str) -> None:
         assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
+@pytest.mark.parametrize(("kind", "fields"), [("stock", {}), ("optim_grads_params", GATED), ("fsdp2", {"bf16": True})])
+@on_ranks(2)
+def test_weights_load_into_a_model_of_this_library(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    with _megatron.groups():
+        model, optimizer = _wrapped(kind, **fields)
+        _megatron.train(model, 2, continued=optimizer)
+        _save(model, optimizer, tmp_path / "saved")
+        text = _megatron.tokens(0, 0, 0)
+        with torch.no_grad():
+            expected = model.eval()(text, torch.arange(text.shape[1]).expand_as(text), None).float()
+    gated = {name: fields[name] for name in ("gated_linear_unit", "add_bias_linear") if name in fields}
+    own = GPTModel(
+        TransformerConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0, **gated
+        ),
+        vocab_size=_megatron.VOCAB,
+        max_sequence_length=_megatron.SEQUENCE,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="learned_absolute",
+        parallel_output=False,
+    )
+    load_megatron(own, tmp_path / "saved")
+    with torch.no_grad():
+        found = own.eval()(text)
+    tolerance = 2e-2 if "bf16" in fields else 1e-5  # bf16 has 8 bits; this model computes in fp32
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 @on_ranks(1)
 def test_a_checkpoint_that_cannot_be_read_or_written_is_one_line() -> None:
     def raises_one_line(error: type[Exception], match: str, function: Any, *args: Any, **kwargs: Any) -> None:
@@ -173,6 +204,7 @@ def test_a_checkpoint_that_cannot_be_read_or_written_is_one_line() -> None:
         match = "--dist-ckpt-optim-fully-reshardable"
         raises_one_line(CheckpointError, match, _request, model, optimizer, of_buckets, is_loading=True)
         state = _request(model, optimizer, _metadata(), is_loading=False)["optimizer"]
+        raises_one_line(CheckpointError, "has no exp_avg", optimizer.load_state_dict, state | {"pieces": {}})
         for group in state["param_groups"]:
             group["wd_mult"] = 7.0
         raises_one_line(CheckpointError, "no group of parameters", optimizer.load_state_dict, state)
