@@ -29,6 +29,9 @@ _TORCH_RECORDS = {
         *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": (  # Megatron-LM leaves the plans of its ranks
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
