@@ -60,7 +60,7 @@ def _run(first: str, flags: str, ranks: int = 2, iterations: int = 5) -> tuple[s
         ),
     )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
-    (built,) = re.findall(r"^BUILT (.*)$", ended.stdout, re.MULTILINE)
+    (built,) = re.findall(r"BUILT (.*)$", ended.stdout, re.MULTILINE)  # after what another rank has begun
     return built, {int(number): (float(loss), float(norm)) for number, loss, norm in LINE.findall(ended.stdout)}
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -265,3 +266,17 @@ def counted() -> Iterator[Counter[str]]:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, counting_one))
         yield calls
+
+
+def stock(name: str) -> type:
+    """Returns Megatron-LM's class in whose place the adapter puts its class of this name."""
+    from core.adapters.megatron_lm import registration
+
+    return next(stock for stock, own in registration.REPLACED.items() if getattr(own, "__name__", "") == name)
+
+
+def raises_one_line(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
+    """Calls the first of `args` with the others, which raises an error of one line."""
+    with pytest.raises(error, match=match) as raised:
+        args[0](*args[1:], **kwargs)
+    assert "\n" not in str(raised.value)

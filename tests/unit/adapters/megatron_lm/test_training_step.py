@@ -49,11 +49,8 @@ def _train(
     from megatron.core import distributed
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from core.adapters.megatron_lm import registration
-
-    kind, chosen = distributed.FullyShardedDataParallel, {"data_parallel_sharding_strategy": strategy}
-    if strategy is None:
-        kind = next(k for k, own in registration.REPLACED.items() if own is registration.DistributedDataParallel)
+    stock, chosen = _megatron.stock("DistributedDataParallel"), {"data_parallel_sharding_strategy": strategy}
+    kind = distributed.FullyShardedDataParallel if strategy else stock
     settings = DistributedDataParallelConfig(**changed, **({"use_megatron_fsdp": True, **chosen} if strategy else {}))
     with _megatron.groups(**layout):
         stages = parallel_state().get_pipeline_model_parallel_world_size()
@@ -165,7 +162,7 @@ def test_settings_of_the_wrapper_that_change_numbers_are_refused() -> None:
 
 
 @on_ranks(1)
-def test_rates_of_single_parameters_are_those_of_megatrons_config() -> None:
+def test_rates_of_single_parameters_are_megatrons() -> None:
     rates = {"lr": 0.1, "min_lr": 0.0, "decoupled_lr": 0.5, "decoupled_min_lr": 0.2}
     with _megatron.groups():
         stock, own = (_optimizer(strategy, **rates) for strategy in (None, "optim_grads"))

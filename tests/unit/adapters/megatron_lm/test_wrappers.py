@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
-from tests.unit._program import run_program
+from core.base.errors import ConfigError, ParallelConfigError, WrapError
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks
 from tests.unit.adapters import _megatron
@@ -82,7 +77,7 @@ def test_its_ddp_trains_with_megatrons_optimizer_as_megatrons(changed: dict[str,
     from core.adapters import megatron_lm
 
     is_sharded, results = changed.get("use_distributed_optimizer", False), []
-    for kind in (_stock("DistributedDataParallel"), megatron_lm.DistributedDataParallel):
+    for kind in (_megatron.stock("DistributedDataParallel"), megatron_lm.DistributedDataParallel):
         with _megatron.groups():
             model = _megatron.wrap(kind, _megatron.build(), DistributedDataParallelConfig(**changed))
             model.config.no_sync_func = model.no_sync if changed.get("overlap_grad_reduce") else None
@@ -137,41 +132,6 @@ def test_an_fp16_overflow_in_one_shard_skips_every_ranks_step() -> None:
     assert [norm is None for norm in norms] + [scale] == [False, True, False, False, 128.0]
 
 
-def _stock(name: str) -> type:
-    from core.adapters.megatron_lm import registration
-
-    return next(stock for stock, own in registration.REPLACED.items() if own.__name__ == name)
-
-
-@pytest.mark.parametrize("name", ["DistributedDataParallel", "TorchFullyShardedDataParallel"])
-def test_the_class_is_replaced_wherever_megatron_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.adapters import megatron_lm
-
-    training = ModuleType("megatron.training.training")  # imported before, under the name that it gives the class
-    training.DP = _stock(name)
-    monkeypatch.setitem(sys.modules, training.__name__, training)
-    megatron_lm.register()
-    import megatron.core.distributed as stock_package
-
-    assert training.DP is getattr(stock_package, name) is getattr(megatron_lm, name)
-
-
-def test_a_script_that_has_the_class_already_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.adapters import megatron_lm
-
-    script = ModuleType("pretrain_mine")
-    script.DP = _stock("DistributedDataParallel")
-    monkeypatch.setitem(sys.modules, script.__name__, script)
-    with pytest.raises(ShardstackError, match=r"pretrain_mine imported .* before core.adapters.megatron_lm"):
-        megatron_lm.register()
-
-
-def _raises_one_line(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
-    with pytest.raises(error, match=match) as raised:
-        args[0](*args[1:], **kwargs)
-    assert "\n" not in str(raised.value)
-
-
 @on_ranks(1)
 def test_a_setting_that_its_ddp_cannot_honour_is_one_line() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -181,11 +141,13 @@ def test_a_setting_that_its_ddp_cannot_honour_is_one_line() -> None:
     kind = megatron_lm.DistributedDataParallel
     with _megatron.groups():
         settings = DistributedDataParallelConfig(check_for_large_grads=True)
-        _raises_one_line(
+        _megatron.raises_one_line(
             ConfigError, "check_for_large_grads is True", _megatron.wrap, kind, _megatron.build(), settings
         )
         model = _megatron.wrap(kind, _megatron.build(), DistributedDataParallelConfig())
-        _raises_one_line(WrapError, "wrapper already", _megatron.wrap, kind, model, DistributedDataParallelConfig())
+        _megatron.raises_one_line(
+            WrapError, "wrapper already", _megatron.wrap, kind, model, DistributedDataParallelConfig()
+        )
 
 
 @on_ranks(1)
@@ -195,7 +157,7 @@ def test_a_model_or_config_that_it_cannot_take_is_one_line() -> None:
     kind = megatron_lm.TorchFullyShardedDataParallel
     with _megatron.groups():
         once = _megatron.wrap(kind, _megatron.build())
-        _raises_one_line(WrapError, "wrapper already", _megatron.wrap, kind, once)
+        _megatron.raises_one_line(WrapError, "wrapper already", _megatron.wrap, kind, once)
         model = _megatron.build()
         model.config.no_sync_func = once.no_sync  # of a model built before with the same config
         _megatron.wrap(kind, model)
@@ -207,92 +169,7 @@ def test_a_model_or_config_that_it_cannot_take_is_one_line() -> None:
         ):
             model = _megatron.build()
             setattr(model.config, name, value)
-            _raises_one_line(ParallelConfigError, match, _megatron.wrap, kind, model)
-        _raises_one_line(
+            _megatron.raises_one_line(ParallelConfigError, match, _megatron.wrap, kind, model)
+        _megatron.raises_one_line(
             ConfigError, "nothing says how to initialise", _megatron.wrap, kind, _megatron.build().to("meta")
         )
-
-
-def test_settings_of_megatron_are_translated_or_refused() -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-
-    from core.adapters import megatron_lm
-    from core.adapters.megatron_lm.settings import translate_config
-
-    assert translate_config(TorchFullyShardedDataParallelConfig()).reshard_after_forward is True
-    assert translate_config(TorchFullyShardedDataParallelConfig(reshard_after_forward=2)).reshard_after_forward == 2
-    assert translate_config(DistributedDataParallelConfig(check_for_nan_in_grad=True)).check_for_nan_in_grad
-    _raises_one_line(
-        ParallelConfigError,
-        "use_distributed_optimizer",
-        translate_config,
-        DistributedDataParallelConfig(use_distributed_optimizer=True),
-    )
-    added = TorchFullyShardedDataParallelConfig()
-    added.forward_prefetch = 2  # which is no field of Megatron-LM's class
-    assert translate_config(added).forward_prefetch == 2
-    added.forward_prefetc = 3
-    _raises_one_line(
-        ParallelConfigError, "has forward_prefetc=3, a setting that is not known here", translate_config, added
-    )
-    try:
-        megatron_lm.register(grad_reduce_in_fp32=True, reshard_after_forward=False)
-        assert translate_config(TorchFullyShardedDataParallelConfig()).grad_reduce_in_fp32
-        given = TorchFullyShardedDataParallelConfig(reshard_after_forward=2)
-        _raises_one_line(ParallelConfigError, "give it once", translate_config, given)
-    finally:
-        megatron_lm.register()
-    _raises_one_line(ParallelConfigError, "no setting of FSDP2", megatron_lm.register, grad_reduce_fp32=True)
-
-
-def _provided(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> SimpleNamespace:
-    from core.adapters import megatron_lm
-
-    given = SimpleNamespace(**{"use_torch_fsdp2": False, "ckpt_format": "torch_dist", "optimizer": "adam"} | arguments)
-    variables = ModuleType("megatron.training.global_vars")
-    variables.get_args = lambda: given
-    monkeypatch.setitem(sys.modules, variables.__name__, variables)
-    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
-    provider = megatron_lm.with_fsdp2(lambda: "model")
-    assert [provider(), provider()] == ["model", "model"]  # an evaluation builds it again
-    return given
-
-
-def test_with_fsdp2_selects_the_wrapper_after_the_check_of_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _provided(monkeypatch, fp16=True, untie_embeddings_and_output_weights=False).use_torch_fsdp2
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("use_distributed_optimizer", True),
-        ("use_megatron_fsdp", True),
-        ("ckpt_format", "torch"),
-        ("optimizer", "muon"),
-    ],
-)
-def test_with_fsdp2_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch, flag: str, value: Any) -> None:
-    name = "--" + flag.replace("_", "-")
-    _raises_one_line(ParallelConfigError, re.escape(name), _provided, monkeypatch, **{flag: value})
-
-
-def test_a_script_runs_unchanged_by_its_path(tmp_path: Path) -> None:
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text(
-        "import sys\n"
-        "from megatron.core.distributed import TorchFullyShardedDataParallel\n"
-        "print(TorchFullyShardedDataParallel.__module__, *sys.argv[1:])\n"
-    )
-    module = tmp_path / "module.py"  # as -m core.adapters.megatron_lm, in a process that has torch already
-    module.write_text(
-        "import runpy\nrunpy.run_module('core.adapters.megatron_lm', run_name='__main__', alter_sys=True)\n"
-    )
-    ended = run_program(module, script, "--flag", folder=tmp_path)
-    assert ended.out == "shardstack.adapters.megatron_lm.wrappers --flag\n", ended.err
-
-
-def test_a_script_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.adapters.megatron_lm.__main__ import main
-
-    monkeypatch.setattr(sys, "argv", ["core.adapters.megatron_lm", "pretrain_gtp.py"])
-    _raises_one_line(ConfigError, r"pretrain_gtp\.py was given, which is no file", main)
