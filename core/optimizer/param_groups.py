@@ -88,13 +88,15 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
     """Returns the default overrides: no weight decay for biases and 1-D parameters, and the learning rate of
-    `decoupled_lr` for embeddings and the output projection."""
+    `decoupled_lr` for embeddings and the output projection, which are known by their names in Megatron-LM or by its
+    attribute ``is_embedding_or_output_parameter``."""
     vector = ParamPredicate("at_most_one_dimension", lambda param: param.ndim <= 1)
     overrides: dict[ParamKey, ParamGroupOverride] = {
         ParamKey(name=("bias", "*.bias"), predicate=vector): {"wd_mult": 0.0}
     }
     if config.decoupled_lr is not None:
-        key = ParamKey(name=("*word_embeddings.weight", "*output_layer.weight"))
+        names = ("*word_embeddings.weight", "*output_layer.weight")
+        key = ParamKey(name=names, attr="is_embedding_or_output_parameter")
         ends = overrides[key] = {"max_lr": config.decoupled_lr}
         if config.decoupled_min_lr is not None:
             ends["min_lr"] = config.decoupled_min_lr

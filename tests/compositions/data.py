@@ -97,6 +97,6 @@ def loaded_batches(composition: Composition, first: int) -> Iterator[Mapping[str
     """Yields this rank's micro-batches from the step `first` on, out of the loader of `core.training`."""
     samples = _Samples(composition)
     sizes = {"micro_batch_size": ROWS, "global_batch_size": samples.of_step, "num_workers": 0}
-    config: Any = SimpleNamespace(data=SimpleNamespace(**sizes), run=SimpleNamespace(seed=1))
+    config: Any = SimpleNamespace(data=SimpleNamespace(**sizes), run=SimpleNamespace(seed=1), batch_grows=False)
     dataset: Any = samples
     return open_batches(dataset, config, first * samples.of_step)

@@ -1,150 +1,32 @@
-"""Megatron-LM's ``--save`` and ``--load`` under the wrappers of this adapter.
-
-A rank that has a run of a tensor's elements gives Megatron-LM the boxes that the run is made of, with their places in
-the whole, under the names that its replicas write. Nothing is gathered, and nothing in the files says how the model
-was sharded: any number of ranks, any wrapper of this adapter and Megatron-LM's own replicas continue from them.
-"""
+"""The optimizer in Megatron-LM's ``--save`` and ``--load``, under the wrappers of this adapter."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core import utils as megatron_utils
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from ... import optimizer
 from ...base.errors import CheckpointError, ParallelConfigError
-from ...base.parameters import kept_range, local_part
-from ...dist_checkpointing.global_view import boxes_of_range, held_boxes
+from ...base.parameters import local_part
 from ...distributed import TorchFullyShardedDataParallel, _BaseDataParallel
 from ...distributed.groups import is_expert_parameter
 from ...optimizer.main_params import MainParam
 from ...optimizer.main_ranges import MainRange
 from ..bridge.trained import mix_in
+from .pieces import Entry, fill, held_pieces, own_elements, whole_model_state
 from .settings import print_first
 
-Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
-"""What Megatron-LM's `sharded_state_dict` has of a tensor: its name and place in a checkpoint."""
 
-
-def held_pieces(
-    wrapper: _BaseDataParallel, entry: Entry, values: Tensor, start: int, prefix: str = ""
-) -> dict[str, ShardedTensor]:
-    """Returns the boxes of a tensor that this rank has, for Megatron-LM's `save` and `load`.
-
-    Args:
-        entry: of the parameter, as if this rank had all of it.
-        values: `[n]`, the elements from `start` on of the parameter, or of a tensor of its shape. Shared, not copied.
-        prefix: goes before the name in the checkpoint.
-
-    Raises:
-        CheckpointError: a tensor that Megatron-LM stores in parts that are no runs of it.
-    """
-    whole = torch.empty(entry.data.shape, dtype=values.dtype, device="meta")
-    changes: dict[str, Any] = {"key": prefix + entry.key, "data": whole}
-    if isinstance(entry, ShardedTensorFactory):
-        parts = [*nested_values({"": replace(entry, **changes).build()})]
-    else:
-        parts = [replace(entry, **changes, dtype=values.dtype)]
-    replicas = wrapper.plan.groups.of(entry.data).replicate
-    replica = (0 if replicas is None else replicas.rank(),)
-    pieces = dict[str, ShardedTensor]()
-    for part in parts:
-        if not part.data.is_contiguous():
-            raise CheckpointError(
-                f"{part.key} is stored in parts that are no runs of its elements, of which a rank has one; save under "
-                "Megatron-LM's replicas"
-            )
-        first, outer = part.data.storage_offset(), (0,) * part.prepend_axis_num
-        at, end = max(start, first), min(start + len(values), first + part.data.numel())
-        for offsets, sizes in boxes_of_range(part.local_shape, at - first, end - first):
-            shape, after = (*(1 for _ in outer), *sizes), at + math.prod(sizes)
-            pieces[str(len(pieces))] = replace(
-                part,
-                data=values[at - start : after - start].view(shape),
-                local_shape=shape,
-                global_offset=tuple(map(sum, zip(part.global_offset, (*outer, *offsets), strict=True))),
-                axis_fragmentations=None,  # boxes are no regular grid
-                prepend_axis_num=0,
-                replica_id=part.replica_id if wrapper.plan.is_replicated else (*part.replica_id[:-1], *replica),
-            )
-            at = after
-    return pieces
-
-
-def fill(values: Tensor, loaded: Mapping[str, Tensor]) -> None:
-    """Copies what was loaded in the place of `held_pieces`, which may be in `values` already."""
-    values.copy_(torch.cat([loaded[str(i)].reshape(-1).to(values.device) for i in range(len(loaded))]))
-
-
-def own_elements(parameter: Tensor) -> tuple[Tensor, int]:
-    """Returns the elements of a parameter that this rank has, and the first one's place."""
-    if not isinstance(parameter, DTensor):
-        return kept_range(parameter) or (parameter.detach().view(-1), 0)
-    ((offsets, rows),) = held_boxes(parameter)
-    return rows.view(-1), offsets[0] * math.prod(parameter.shape[1:])
-
-
-def _is_sharded(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) or (isinstance(tensor, Tensor) and kept_range(tensor) is not None)
-
-
-def stock_state(wrapper: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns what the class of the model says of the model's tensors, as if this rank had all of them."""
-    model: Any = megatron_utils.unwrap_model(wrapper)
-    has_dtensor = megatron_utils.HAVE_DTENSOR
-    megatron_utils.HAVE_DTENSOR = False  # else 0.16 takes the local part of a DTensor
-    try:
-        state: dict[str, Any] = type(model).sharded_state_dict(model, *args, **kwargs)
-        return state
-    finally:
-        megatron_utils.HAVE_DTENSOR = has_dtensor
-
-
-class ModelInPieces(_BaseDataParallel):
-    """A wrapper whose model is saved and loaded by what this rank has of sharded parameters."""
-
-    def save_in_pieces(self) -> None:
-        """Replaces the model's `sharded_state_dict`, which Megatron-LM calls without the wrapper."""
-
-        def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            state = stock_state(self, *args, **kwargs)
-            for name, entry in state.items():
-                if isinstance(entry, Entry) and _is_sharded(entry.data):
-                    state[name] = held_pieces(self, entry, *own_elements(entry.data))
-            return {name: entry for name, entry in state.items() if entry != {}}
-
-        vars(megatron_utils.unwrap_model(self))["sharded_state_dict"] = sharded_state_dict
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``."""
-        tensors = megatron_utils.unwrap_model(self).state_dict(keep_vars=True)
-        if any(_is_sharded(tensors.get(name)) and isinstance(value, Tensor) for name, value in state_dict.items()):
-            return super().load_state_dict(state_dict, strict, assign)
-        for name, value in state_dict.items():
-            if isinstance(value, dict):
-                fill(own_elements(tensors[name])[0], value)
-            elif isinstance(value, Tensor):
-                tensors[name].copy_(value)
-        self.engine.updated()
-        return _IncompatibleKeys([], [])
-
-
-class Held(NamedTuple):
+class HeldState(NamedTuple):
     """What this rank has of an optimizer's state of one parameter."""
 
     param: nn.Parameter
@@ -160,10 +42,10 @@ class Held(NamedTuple):
     set_step: Callable[[int], None]
 
 
-Groups = list[tuple[dict[str, Any], list[Held]]]
+Groups = list[tuple[dict[str, Any], list[HeldState]]]
 """Groups of an optimizer, and their members."""
 
-_OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable", "step")
+_NOT_LOADED = ("params", "foreach", "fused", "capturable", "differentiable", "step")
 """What groups of a checkpoint do not set."""
 
 
@@ -217,7 +99,7 @@ class StateInPieces:
         entries = {
             id(entry.data): (wrapper, entry)
             for wrapper in self.wrappers
-            for entry in nested_values(stock_state(wrapper, metadata=metadata))
+            for entry in nested_values(whole_model_state(wrapper, metadata=metadata))
             if isinstance(entry, Entry)
         }
         states = list[dict[str, Any]]()
@@ -270,7 +152,7 @@ class StateInPieces:
                     f"the checkpoint has no group of parameters with {identity}; give the flags that it was saved with"
                 )
             found, number = inner["param_groups"][fits.index(True)], fits.index(True)
-            group.update({name: value for name, value in found.items() if name in group and name not in _OF_THE_RUN})
+            group.update({name: value for name, value in found.items() if name in group and name not in _NOT_LOADED})
             masters = iter(saved["fp32_from_fp16_params"][number] if "fp32_from_fp16_params" in saved else ())
             for position, held in enumerate(members):
                 index, whole = next(places), dict[str, Any]()
@@ -295,7 +177,7 @@ class StateInPieces:
 def _settings(group: Mapping[str, Any], is_expert: bool) -> dict[str, Any]:
     """Returns what Megatron-LM's checkpoints have of a group, with what its readers ask for in addition."""
     settings = {"is_expert_parallel": is_expert, "is_decoupled_lr": False, "bias_correction": True}
-    return settings | {name: value for name, value in group.items() if name not in _OF_THE_RUN}
+    return settings | {name: value for name, value in group.items() if name not in _NOT_LOADED}
 
 
 # The order of bases below lets an object of the first one's class become one of them.
@@ -313,12 +195,12 @@ class OwnStateInPieces(optimizer.MegatronOptimizer, StateInPieces):
         params = {p.main: p for p in self._params}
         return [(group, [self._held(params[main]) for main in group["params"]]) for group in self.param_groups]
 
-    def _held(self, p: MainParam) -> Held:
+    def _held(self, p: MainParam) -> HeldState:
         tensors = self.rule.state_of(p.main) | ({"fp32_param": p.main} if p.is_low_precision else {})
         flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
         step = int((self.rule.numbers_of(p.main) or {}).get("step", 0))
         start = p.start if isinstance(p, MainRange) else 0
-        return Held(p.param, start, flat, step, lambda step: self.rule.set_numbers(p.main, {"step": step}))
+        return HeldState(p.param, start, flat, step, lambda step: self.rule.set_numbers(p.main, {"step": step}))
 
     def load_state_dict(self, state_dict: Any) -> None:
         StateInPieces.load_state_dict(self, state_dict)
@@ -346,7 +228,7 @@ class ChainInPieces(ChainedOptimizer, StateInPieces):
             for group in chained.optimizer.param_groups
         ]
 
-    def _held(self, group: dict[str, Any], param: Any, main: Tensor) -> Held:
+    def _held(self, group: dict[str, Any], param: Any, main: Tensor) -> HeldState:
         update = self.chained_optimizers[0].optimizer
         # Transformer Engine's counts the steps of a group.
         counts: dict[str, Any] = update.state[main] if isinstance(update, torch.optim.Adam) else group
@@ -357,7 +239,7 @@ class ChainInPieces(ChainedOptimizer, StateInPieces):
         def set_step(step: int) -> None:
             counts["step"] = step if counts is group else torch.tensor(float(step))
 
-        return Held(param, own_elements(param)[1], flat, int(counts.get("step", 0)), set_step)
+        return HeldState(param, own_elements(param)[1], flat, int(counts.get("step", 0)), set_step)
 
     def state_dict(self, is_loading: bool = False) -> Any:
         for _, members in self.held_groups(True) if is_loading else ():  # of the format torch_dcp, loaded in place

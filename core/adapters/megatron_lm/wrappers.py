@@ -17,13 +17,13 @@ from torch import nn
 
 from ... import distributed
 from ...base.errors import ParallelConfigError
-from ...distributed.distributed_data_parallel_config import EngineKind
+from ...distributed.distributed_data_parallel_config import EngineKind, shards_parameters
 from ...distributed.groups import Ranks
 from ...distributed.guards import reject_wrapped
 from ...distributed.plan.settings import own_settings
 from ...distributed.plan.units import UnitChoice
 from ..bridge.translation import check_settings
-from .checkpoints import ModelInPieces
+from .pieces import ModelInPieces
 from .settings import print_first, translate_config
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
@@ -70,7 +70,7 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
         pg_collection: Any = None,
         full_param_layout: Any = None,
     ) -> Any:
-        if chosen_strategy(ddp_config) == "optim_grads_params":
+        if shards_parameters(chosen_strategy(ddp_config) or "no_shard"):
             return FullyShardedDataParallel(config, ddp_config, module, pg_collection=pg_collection)
         return super().__new__(cls)
 
@@ -164,7 +164,7 @@ class FullyShardedDataParallel(ModelInPieces, distributed.FullyShardedDataParall
         device: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        if (chosen_strategy(ddp_config) or "optim_grads_params") != "optim_grads_params":
+        if not shards_parameters(chosen_strategy(ddp_config) or "optim_grads_params"):
             return DistributedDataParallel(config, ddp_config, module, disable_bucketing, pg_collection)
         return super().__new__(cls)
 

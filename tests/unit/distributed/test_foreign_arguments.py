@@ -136,8 +136,8 @@ def test_settings_of_wrappers_that_are_refused(given, message):
 
 
 def test_settings_of_optimizers():
-    with pytest.raises(ConfigError, match=r"OptimizerConfig: decoupled_lr is 0.1.*scale_lr_cond"):
-        OptimizerConfig(decoupled_lr=0.1)
+    with pytest.raises(ConfigError, match=r"OptimizerConfig: apply_wd_to_qk_layernorm is True.*no_weight_decay_cond"):
+        OptimizerConfig(apply_wd_to_qk_layernorm=True)
     with pytest.warns(UserWarning, match="OptimizerConfig ignores params_dtype"):
         config = OptimizerConfig(lr=0.1, params_dtype=torch.bfloat16)
     model = nn.Linear(2, 2)

@@ -164,4 +164,5 @@ def test_one_function_says_which_engine_a_strategy_means():
     assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
     assert not _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)")
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/prepared.py", "adapters/nemo/__init__.py"}
+    before_a_plan |= {"adapters/megatron_lm/wrappers.py", "training/config/megatron.py"}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | {"distributed/plan/values.py"}
