@@ -235,7 +235,8 @@ def report_what_is_built():
         found = set_up(*args, **kwargs)
         if dist.get_rank() == 0:
             kinds = [type(thing) for thing in (*found[0], found[1])]
-            print("BUILT", *(f"{kind.__module__}.{kind.__name__}" for kind in kinds), flush=True)
+            names = " ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+            sys.stdout.write(f"\nBUILT {names}\n")  # one write, which no other rank's cuts where nothing is buffered
         return found
 
     training.setup_model_and_optimizer = setup_model_and_optimizer

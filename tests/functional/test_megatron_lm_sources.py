@@ -55,12 +55,13 @@ def _run(first: str, flags: str, ranks: int = 2, iterations: int = 5) -> tuple[s
         timeout=600,
         env=program_environment(
             FIRST=first,
+            PYTHONUNBUFFERED="1",  # else a line may be cut by one of another rank
             CUDA_DEVICE_MAX_CONNECTIONS=connections,
             PYTHONPATH=os.pathsep.join([SOURCES, str(REPOSITORY)]),
         ),
     )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
-    (built,) = re.findall(r"BUILT (.*)$", ended.stdout, re.MULTILINE)  # after what another rank has begun
+    (built,) = re.findall(r"^BUILT (.*)$", ended.stdout, re.MULTILINE)
     return built, {int(number): (float(loss), float(norm)) for number, loss, norm in LINE.findall(ended.stdout)}
 
 
