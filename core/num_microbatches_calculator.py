@@ -86,7 +86,10 @@ def _pairs(text: str) -> list[list[str]]:
 
 def _number(text: str) -> int:
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
-    return int(float(text[:-1] if factor > 1 else text) * factor)
+    number = round(float(text[:-1] if factor > 1 else text) * factor, 3)  # 2.3 B may be a little less
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
 
 
 @checks_arguments

@@ -51,6 +51,8 @@ def test_steps_are_by_tokens_in_one_word_or_several():
         ({"step_batch_size_schedule": ("0:2", "4:4", "6:6")}, "rising numbers of tokens"),
         ({"step_batch_size_schedule": ("0:2", "8:4"), "global_batch_size": 8}, "global_batch_size 8; write"),
         ({"step_batch_size_schedule": ()}, "is '' and"),
+        ({"step_batch_size_schedule": ("0:16.7",)}, "is '0:16.7' and"),
+        ({"step_batch_size_schedule": ("0:inf",)}, "is '0:inf' and"),
     ],
 )
 def test_schedules_that_cannot_be_are_one_line(settings: dict[str, Any], said: str):

@@ -190,7 +190,7 @@ def _mistakes(app: Any, arguments: Sequence[str], unused: Sequence[str]) -> list
             reason = refusal(name) or f"{nearest(name, same_kind, cutoff=0.8)}"
             reasons.setdefault(reason, []).append(name if refusal(name) else f"Unknown option: {name}")
     lines = [f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items()]
-    if not lines and not unused[0].startswith("-"):
+    if not lines and not unused[0].startswith("--"):
         if "--config" in known and Path(unused[0]).suffix.lower() in PARSERS:
             lines = [f"{unused[0]!r} is no flag; did you mean --config {unused[0]}?"]
         else:
