@@ -36,6 +36,7 @@ def sort_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[s
             continue
         name = flag_name(word)
         kind = "" if name in known else next((kind for kind, names in _FOREIGN.items() if _matches(name, names)), "")
+        kind = "" if "=" in word and kind != "valued" else kind  # a switch takes no value: it is reported as unknown
         target = [] if kind == "valued" else words
         if kind == "replaced":
             replaced += _TABLES["replaced"][name[2:]].split()

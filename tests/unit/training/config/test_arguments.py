@@ -126,6 +126,7 @@ def test_program_defaults_yield_to_flags_and_alternatives():
         (["--nproc_per_node", "2"], "Unknown option: --nproc-per-node: did you mean --nproc-per-node of the launcher"),
         (["--lr"], "--lr.*requires an argument"),
         (["corpus"], "'corpus'; every value follows its flag"),
+        (["--squared-relu=false"], "Unknown option: --squared-relu"),
         (["-lr", "3e-4"], "unexpected value '-lr' '3e-4'; every value follows its flag"),
         (["--seed", "1.5"], "--seed.*1.5.*integer"),
         (["--seed", "none"], "--seed.*none.*integer"),
