@@ -62,13 +62,14 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     When this returns, the last checkpoint is complete, also with `async_save`.
 
     Raises:
-        ConfigError: memory is to be profiled and there is no folder.
+        ConfigError: steps or their memory are to be profiled and there is no folder.
         DataError: no samples are left.
         CheckpointError: a checkpoint cannot be written; with `async_save` it is raised after the next step.
         OptimizerError: gradients stay infinite or NaN.
     """
-    if config.run.profile_memory and config.checkpoint.folder is None:
-        raise ConfigError("--profile-memory writes into the run's folder, and there is none; add --save FOLDER")
+    for flag, is_set in (("--profile-memory", config.run.profile_memory), ("--profile", config.run.profile)):
+        if is_set and config.checkpoint.folder is None:
+            raise ConfigError(f"{flag} writes into the run's folder, and there is none; add --save FOLDER")
     begun_at = state.iteration
     try:
         return _train(state, config, data)

@@ -56,8 +56,12 @@ def _squared_relu(input_: torch.Tensor) -> torch.Tensor:
     return F.relu(input_).square()
 
 
-ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu}
-ACTIVATIONS["squared_relu"] = _squared_relu
+ACTIVATIONS: dict[Activation, ActivationFunction] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": F.silu,
+    "squared_relu": _squared_relu,
+}
 
 
 def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:

@@ -19,8 +19,10 @@ from shardstack.training.config.sections import DataConfig
 
 STANDARD_LIBRARY_VOCABULARY = 2048  # entries of the BPE that is learned from it
 MOCK_DOCUMENTS, MOCK_LENGTH = 2000, 4096  # documents of mock data, and their longest one
-_OF_JSON = ("HuggingFaceTokenizer", "Llama2Tokenizer", "Llama3Tokenizer", "SentencePieceTokenizer")
-_OF_JSON += ("GPTSentencePieceTokenizer",)
+_OF_JSON = (
+    *("HuggingFaceTokenizer", "Llama2Tokenizer", "Llama3Tokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer"),
+)
 
 
 def find_corpus(data: DataConfig, folder: Path = Path("data")) -> Path:
@@ -81,12 +83,12 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | NullTokenizer | None:
         if kind is not None:
             raise ConfigError(f"tokenizer_type {kind} needs its tokenizer.json; give the path as --tokenizer-model")
         return None
-    if path.suffix == ".model" and not path.with_name("tokenizer.json").exists():
-        raise ConfigError(
-            f"tokenizer_model {path} is a file of sentencepiece, which is not read here; put the tokenizer.json of "
-            "the same model next to it (it is in Hugging Face's folder of that model)"
-        )
     if path.suffix == ".model":
+        if not path.with_name("tokenizer.json").exists():
+            raise ConfigError(
+                f"tokenizer_model {path} is a file of sentencepiece, which is not read here; put the tokenizer.json "
+                "of the same model next to it (it is in Hugging Face's folder of that model)"
+            )
         path = path.with_name("tokenizer.json")
     return load_tokenizer(path / "tokenizer.json" if path.is_dir() else path)
 

@@ -60,7 +60,7 @@ def places(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     (folder / "merges.txt").write_text("#version: 0.2\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{corpus}.{name}", folder / name)
-    files = {"VOCAB": "vocab.json", "MERGES": "merges.txt", "TOKENIZER": "tokenizer.model"}
+    files = {"VOCAB": "vocab.json", "MERGES": "merges.txt", "TOKENIZER": "tokenizer.model", "TENSORBOARD": "log"}
     files["${DATA_PATH}/utils/nemotron_2_256k.model"] = "tokenizer.model"
     paths = {name: str(folder / file) for name, file in files.items()}
     return {

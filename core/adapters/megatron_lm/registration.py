@@ -14,6 +14,7 @@ from megatron.core import optimizer as stock_optimizer
 from megatron.core.distributed import distributed_data_parallel as stock_ddp
 from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_fsdp2
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as stock_fsdp
+from megatron.core.optimizer import muon as stock_muon
 from torch import nn
 
 from ...base.errors import ParallelConfigError, ShardstackError
@@ -35,10 +36,7 @@ REPLACED: dict[Any, Any] = {
         for stock, own in (
             (megatron_step.finalize_model_grads, finalize_model_grads),
             (stock_optimizer.get_megatron_optimizer, get_megatron_optimizer),
-            (
-                importlib.import_module("megatron.core.optimizer.muon").get_megatron_muon_optimizer,
-                get_megatron_optimizer,
-            ),
+            (stock_muon.get_megatron_muon_optimizer, get_megatron_optimizer),
         )
     },
 }

@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import ConfigError
+
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_flags.json").read_text("utf-8"))
 _FOREIGN = {kind: [*_TABLES[kind]] for kind in ("replaced", "switches", "valued")}
 
@@ -72,7 +74,15 @@ def with_megatron_defaults(
         settings: of files and flags, by field name.
         flags: those of the command line alone. Settings of a file are final.
         ignored: names of flags that `sort_flags` took out.
+
+    Raises:
+        ConfigError: positions are switched off by a flag that Megatron-LM's parser takes with rotary ones alone.
     """
+    if "--no-position-embedding" in ignored and settings.get("position_embedding_type") != "rope":
+        raise ConfigError(
+            "--no-position-embedding is given, and the position embedding type is not rope; a model without positions "
+            "is not here: give --position-embedding-type rope, or drop the flag"
+        )
     values, tensor_parallel = dict(settings), settings.get("tensor_model_parallel_size", 1)
     for name, value, implied in _TABLES["implied"]:
         if name in values and value in (None, values[name]):

@@ -148,8 +148,9 @@ def test_a_gpus_peak_is_that_of_its_allocator(kind):
 
 @on_ranks(1)
 def test_a_run_without_a_folder_is_refused_at_its_start():
-    with pytest.raises(ConfigError, match=r"--profile-memory writes into the run's folder.*add --save"):
-        train(None, small_config(profile_memory=True), None)
+    for name, flag in (("profile_memory", "--profile-memory"), ("profile", "--profile")):
+        with pytest.raises(ConfigError, match=rf"^{flag} writes into the run's folder.*add --save"):
+            train(None, small_config(**{name: True}), None)
 
 
 _EVENTS = torch._C._profiler._EventType

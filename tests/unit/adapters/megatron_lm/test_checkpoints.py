@@ -31,15 +31,13 @@ def _wrapped(kind: str, **fields: Any) -> tuple[Any, Any]:
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
     from core.adapters import megatron_lm
-    from core.adapters.megatron_lm import registration
 
-    stock = next(one for one, own in registration.REPLACED.items() if own is megatron_lm.DistributedDataParallel)
     settings: Any = DistributedDataParallelConfig(use_distributed_optimizer=kind == "zero1")
     if kind in ("optim_grads", "optim_grads_params"):
         settings = DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy=kind)
     elif kind == "fsdp2":
         settings = TorchFullyShardedDataParallelConfig()
-    wrapper = {"stock": stock, "fsdp2": megatron_lm.TorchFullyShardedDataParallel}
+    wrapper = {"stock": _megatron.stock("DistributedDataParallel"), "fsdp2": megatron_lm.TorchFullyShardedDataParallel}
     model = _megatron.wrap(wrapper.get(kind, megatron_lm.DistributedDataParallel), _megatron.build(**fields), settings)
     precision = {name: fields[name] for name in ("bf16", "fp16") if name in fields}
     precision |= {"initial_loss_scale": 256.0} if "fp16" in fields else {}
@@ -193,11 +191,7 @@ def test_weights_load_into_a_model_of_this_library(tmp_path: Path, kind: str, fi
 
 @on_ranks(1)
 def test_a_checkpoint_that_cannot_be_read_or_written_is_one_line() -> None:
-    def raises_one_line(error: type[Exception], match: str, function: Any, *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(error, match=match) as raised:
-            function(*args, **kwargs)
-        assert "\n" not in str(raised.value)
-
+    raises_one_line = _megatron.raises_one_line
     with _megatron.groups():
         model, optimizer = _wrapped("optim_grads")
         of_buckets = _metadata(distrib_optim_sharding_type="dp_reshardable")

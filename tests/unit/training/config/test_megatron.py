@@ -43,6 +43,12 @@ def test_a_switch_takes_no_value_and_values_go_with_their_flag():
         parse_arguments([*MEGATRON, "--manual-gc", "corpus"])
 
 
+def test_positions_are_not_switched_off():
+    assert parse_arguments([*MEGATRON, "--no-position-embedding", "--position-embedding-type", "rope"])
+    with pytest.raises(ConfigError, match=r"--no-position-embedding is given, and .* is not rope"):
+        parse_arguments([*MEGATRON, "--no-position-embedding"])
+
+
 def test_defaults_are_those_of_megatron_lms_parser():
     ours = {"num_layers": 3, "normalization": "RMSNorm", "hidden_dropout": 0.0, "adam_beta2": 0.95, "lr": 1e-3}
     config = parse_arguments(MEGATRON, ours)
