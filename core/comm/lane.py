@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,6 +225,11 @@ class HostRead:
 def known_on_host(value: Tensor) -> float | None:
     """Returns a 0-dim tensor's number where the host has it, or None where it would have to wait for a device."""
     return _to_list(value.view(1))[0] if not streams.is_asynchronous(value.device) else None
+
+
+def read_now(values: Tensor) -> list[Any]:
+    """Returns a tensor's numbers. The host waits for all that is queued on the device: results give a size."""
+    return _to_list(values)
 
 
 def wait_for(event: streams.Event) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from ... import parallel_state
 from ...base.errors import DataError
 from ...comm.collectives import all_reduce_by_backend, all_to_all_by_backend
+from ...comm.lane import read_now
 from ...tensor_parallel import mappings
 from ...tensor_parallel.groups import gather_first_dim, group_size
 from ..moe_config import MoEConfig
@@ -50,6 +52,13 @@ class Permutation:
     topk: int
     has_dropped: bool
     """Whether there may be rows after the last end."""
+    known_ends: list[int] | None = None
+    """`ends` where the host has them already."""
+
+    @cached_property
+    def host_ends(self) -> list[int]:
+        """`ends` on the host, which waits for the device where they are not known, once."""
+        return read_now(self.ends) if self.known_ends is None else self.known_ends
 
     @property
     def dropped_rows(self) -> Tensor:
@@ -58,11 +67,13 @@ class Permutation:
         return (rows >= self.ends[-1]).unsqueeze(-1)
 
     def without_dropped(self) -> Permutation:
-        """Returns the permutation without rows that no expert takes. The host waits for the device."""
+        """Returns the permutation without rows that no expert takes, with its ends on the host."""
         if not self.has_dropped:
             return self
-        end = int(self.ends[-1])
-        return replace(self, order=self.order[:end], row_experts=self.row_experts[:end], has_dropped=False)
+        end, rows = self.host_ends[-1], self.row_experts
+        return replace(
+            self, order=self.order[:end], row_experts=rows[:end], has_dropped=False, known_ends=self.host_ends
+        )
 
     def to_rows(self, tokens: Tensor) -> Tensor:
         """Copies each token `[tokens, h]` to the rows of its experts, `[rows, h]`."""
@@ -133,8 +144,10 @@ def dispatch(tokens: Tensor, probs: Tensor, experts: Tensor, compute: Compute, c
     if group is None or group.size() == 1:
         return _combine(tokens, probs, sort_by_expert(experts, num_experts, has_dropped), compute)
     if config.moe_token_dispatcher_type == "alltoall":
-        permutation = sort_by_expert(experts, num_experts, has_dropped).without_dropped()
-        return _combine(tokens, probs, permutation, partial(_compute_elsewhere, compute=compute, group=group))
+        permutation = sort_by_expert(experts, num_experts, has_dropped)
+        routes = _exchange_counts(permutation, group)
+        permutation = replace(permutation, known_ends=routes.ends).without_dropped()
+        return _combine(tokens, probs, permutation, partial(_compute_elsewhere, compute=compute, routes=routes))
     tokens, probs, experts = gather_tokens(tokens, probs, experts, group)
     num_own = num_experts // group.size()
     own = experts - group.rank() * num_own
@@ -180,21 +193,50 @@ def _combine(tokens: Tensor, probs: Tensor, permutation: Permutation, compute: C
     return (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
-def _compute_elsewhere(
-    rows: Tensor, permutation: Permutation, *, compute: Compute, group: dist.ProcessGroup
-) -> Tensor:
-    """Computes rows, sorted by the experts of all ranks, on the ranks that have these. The host waits for the
-    device."""
+@dataclass(frozen=True)
+class _Routes:
+    """How many rows go from which rank to which."""
+
+    group: dist.ProcessGroup
+    ends: list[int]
+    """End of the rows of each expert of all ranks, among those sorted here."""
+    arriving: Tensor
+    """Rows from each rank to each expert of this one, `[ranks x experts]`."""
+    from_ranks: list[list[int]]
+    """The same on the host."""
+
+    @property
+    def ins(self) -> list[int]:
+        """Rows from here to each rank."""
+        ends = self.ends[len(self.from_ranks[0]) - 1 :: len(self.from_ranks[0])]
+        return [end - begin for begin, end in pairwise([0, *ends])]
+
+    @property
+    def outs(self) -> list[int]:
+        """Rows from each rank to here."""
+        return [sum(of_rank) for of_rank in self.from_ranks]
+
+
+def _exchange_counts(permutation: Permutation, group: dist.ProcessGroup) -> _Routes:
+    """Learns from the other ranks what arrives. Here alone a layer's host waits for the device."""
     counts = permutation.ends.diff(prepend=permutation.ends.new_zeros(1)).long()
     arriving = torch.empty_like(counts)
     all_to_all_by_backend(arriving, counts, group, what="the number of tokens of each expert")
-    by_rank = arriving.view(group.size(), -1)  # [ranks, experts of this rank]
-    ins, outs = counts.view_as(by_rank).sum(1).tolist(), by_rank.sum(1).tolist()
-    own = torch.arange(by_rank.shape[1], device=rows.device).repeat(group.size()).repeat_interleave(arriving)
-    by_expert = sort_by_expert(own.unsqueeze(1), by_rank.shape[1])
-    own_rows = by_expert.to_rows(_Exchange.apply(rows, ins, outs, group))
+    ends, from_ranks = read_now(torch.stack([permutation.ends, arriving]))
+    own = len(ends) // group.size()
+    return _Routes(group, ends, arriving, [from_ranks[at : at + own] for at in range(0, len(ends), own)])
+
+
+def _compute_elsewhere(rows: Tensor, permutation: Permutation, *, compute: Compute, routes: _Routes) -> Tensor:
+    """Computes rows, sorted by the experts of all ranks, on the ranks that have these."""
+    ins, outs, num_own = routes.ins, routes.outs, len(routes.from_ranks[0])
+    own = torch.arange(num_own, device=rows.device).repeat(len(outs))
+    by_expert = sort_by_expert(own.repeat_interleave(routes.arriving, output_size=sum(outs)).unsqueeze(1), num_own)
+    ends = list(accumulate(map(sum, zip(*routes.from_ranks, strict=True))))
+    by_expert = replace(by_expert, known_ends=ends)
+    own_rows = by_expert.to_rows(_Exchange.apply(rows, ins, outs, routes.group))
     outputs = by_expert.from_rows(compute(own_rows, by_expert)).squeeze(1)
-    output: Tensor = _Exchange.apply(outputs, outs, ins, group)
+    output: Tensor = _Exchange.apply(outputs, outs, ins, routes.group)
     return output
 
 

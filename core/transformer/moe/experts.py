@@ -213,7 +213,7 @@ class _RowsOfExperts(torch.autograd.Function):
 def looped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:
     """Multiplies each expert's rows `[rows, in]` by its matrix of `[experts, out, in]`. The host waits for the
     device."""
-    ends = permutation.ends.tolist()
+    ends = permutation.host_ends
     parts = [
         F.linear(rows[begin:end], matrix)
         for begin, end, matrix in zip([0, *ends], ends, weight.unbind(0), strict=False)

@@ -16,6 +16,7 @@ from core.transformer.moe import MoELayer
 from core.transformer.moe.load_balancing import pop_balance_loss
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.training._reads import watched
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 LENGTH, BATCH = 8, 3
@@ -149,6 +150,36 @@ def _all_to_one(dispatcher: str) -> None:
 @pytest.mark.parametrize("job", [_drops_as_one_process, _all_to_one])
 def test_full_and_idle_experts_on_two_ranks(job, dispatcher):
     run_distributed(job, 2, dispatcher)
+
+
+def _num_reads(**fields: Any) -> int:
+    """Returns how often the host waits for the device in a layer's forward, and checks that it never does later."""
+    layer = layer_of(ffn_hidden_size=16, **fields)
+    x = torch.randn(6, 2, 8, requires_grad=True)
+    with watched() as reads:
+        output = layer(x)
+        num_reads = len(reads.at)
+        output.sum().backward()
+    assert len(reads.at) == num_reads
+    return num_reads
+
+
+_WAYS = [
+    {"moe_grouped_gemm": grouped, "moe_expert_capacity_factor": factor}
+    for grouped in (True, False)
+    for factor in (None, 0.6)
+]
+
+
+def _reads_once_between_ranks() -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    over_ranks = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    assert [_num_reads(**over_ranks, **fields) for fields in _WAYS] == [1, 1, 1, 1]
+
+
+def test_a_layer_reads_from_the_device_at_most_once():
+    assert [_num_reads(**fields) for fields in _WAYS] == [0, 0, 1, 1]
+    run_distributed(_reads_once_between_ranks, 2)
 
 
 def _of_other_lengths() -> None:
