@@ -238,13 +238,20 @@ def wait_for(event: streams.Event) -> None:
     Raises:
         OutOfStepError: a collective queued before that point did not end, because not all ranks joined it.
     """
-    pause, last_check = _SHORTEST_PAUSE_S, time.monotonic()
-    while not event.query():
+    while not wait_until(event.query, _LATE_CHECK_INTERVAL_S):
+        if is_recording():
+            raise_if_late()
+
+
+def wait_until(is_over: Callable[[], bool], limit_s: float) -> bool:
+    """Asks on the host until something is over, and returns whether it was within the limit."""
+    pause, end = _SHORTEST_PAUSE_S, time.monotonic() + limit_s
+    while not is_over():
+        if time.monotonic() > end:
+            return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if time.monotonic() - last_check > _LATE_CHECK_INTERVAL_S and is_recording():
-            raise_if_late()
-            last_check = time.monotonic()
+    return True
 
 
 def _to_list(numbers: Tensor) -> list[float]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import is_dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ..base.checked_json import as_json
 from ..base.errors import ConfigError, WeightsError
 from ..base.text import first_line, join_parts, rank_list
+from ..comm.lane import wait_until
 from ..comm.messages import as_bytes
 from ..rendezvous.environment import MOST_PORT
 from ..rendezvous.job_secret import SECRET, SECRET_FILE, job_secret, listen
@@ -26,6 +30,7 @@ from ..rendezvous.signed_store import SignedStore
 from .messages import parse_message, plain
 
 Backend = Literal["gloo", "nccl"]
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
 
 class Link:
@@ -42,7 +47,7 @@ class Link:
 
     def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: Backend) -> None:
         self.limit = timedelta(seconds=limit_s)
-        self.rank, self.num_receivers = rank, num_receivers
+        self.rank, self.num_receivers, self._backend = rank, num_receivers, backend
         place = ("", 0)
         if isinstance(meeting, str):
             host, _, port = meeting.rpartition(":")
@@ -56,11 +61,14 @@ class Link:
                 meeting = fresh_store(self._signed, rank, num_receivers + 1, self.limit)
             self.store = meeting
             self.store.set_timeout(self.limit)
-            # The connections. `close` sets it to None, once another rank is lost, or this one out of step with them.
             store = PrefixStore("weights", self.store)
+            # All are there: NCCL would wait for them without a limit.
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{other}" for other in range(num_receivers + 1)], self.limit)
+            # The connections. `close` sets it to None, once another rank is lost, or this one out of step with them.
             self.group = _group(store, rank, num_receivers + 1, self.limit, backend, place[0])
             # Connects, or fails here.
-            self.broadcast(torch.zeros(1, device="cuda" if backend == "nccl" else "cpu"))()
+            self.broadcast(torch.zeros(1, device=_DEVICES[backend]))()
         except ConfigError as error:
             raise WeightsError(str(error)) from None
         except (RuntimeError, OSError) as error:
@@ -76,7 +84,21 @@ class Link:
 
         Gloo ends the process that waits for fewer bytes than come: receivers call it for tensors of announced sizes.
         """
-        return self.group.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait if tensor.numel() else bool
+        if not tensor.numel():
+            return bool
+        return partial(self._wait, self.group.broadcast([as_bytes(tensor)], dist.BroadcastOptions()))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Waits on the host until a broadcast has ended. NCCL's own `wait` returns before.
+
+        Raises:
+            RuntimeError: it failed, or another rank did not take part within the limit.
+        """
+        if not wait_until(work.is_completed, self.limit.total_seconds()):
+            raise RuntimeError(f"no bytes for {self.limit.total_seconds():g} s")
+        work.wait()
+        if not work.is_success():
+            raise RuntimeError("the connection failed")
 
     @staticmethod
     def finish(waits: list[Callable[[], object]]) -> None:
@@ -89,6 +111,8 @@ class Link:
 
     def close(self) -> None:
         """Ends the connections, so that ranks that wait for bytes fail at once. Messages can still be read."""
+        if self.group is not None and self._backend == "nccl":
+            self.group.abort()  # a broadcast would stay on the device, and what is queued behind it
         self.group = None
 
     def write(self, key: str, value: Any) -> None:
@@ -144,17 +168,41 @@ class Link:
 
 
 def _group(store: Store, rank: int, size: int, limit: timedelta, backend: Backend, host: str) -> Any:
-    if backend == "gloo" and not host:  # listens at GLOO_SOCKET_IFNAME, if that is set
+    if backend == "nccl":
+        return _group_of_nccl(store, rank, size, limit)
+    if not host:  # listens at GLOO_SOCKET_IFNAME, if that is set
         return dist.ProcessGroupGloo(store, rank, size, limit)
-    group: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
-    options = group.Options() if backend == "nccl" else group._Options()
+    group: Any = dist.ProcessGroupGloo
+    options = group._Options()
     options._timeout = limit
-    if backend == "gloo":
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:  # the address that this machine reaches `host` from
-            way.connect(place)  # sends nothing
-            options._devices = [group.create_device(hostname=str(way.getsockname()[0]))]
+    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:  # the address that this machine reaches `host` from
+        way.connect(place)  # sends nothing
+        options._devices = [group.create_device(hostname=str(way.getsockname()[0]))]
     return group(store, rank, size, options)
+
+
+_ON_FAILURE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Environment variable that torch reads as it makes a group of NCCL's: by default a broadcast that fails, or takes too
+long, ends the process, on the sender the trainer's. With 0 it is left to `Link`."""
+
+_changes_environment = threading.Lock()
+"""Held while the variable is changed."""
+
+
+def _group_of_nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    group: Any = dist.ProcessGroupNCCL
+    options = group.Options()
+    options._timeout = limit
+    with _changes_environment:
+        before = os.environ.get(_ON_FAILURE)
+        os.environ[_ON_FAILURE] = "0"
+        try:
+            return group(store, rank, size, options)
+        finally:
+            del os.environ[_ON_FAILURE]
+            if before is not None:
+                os.environ[_ON_FAILURE] = before
 
 
 def _signed_store(place: tuple[str, int], is_sender: bool, limit: timedelta) -> SignedStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import threading
@@ -214,6 +215,58 @@ def test_a_sender_learns_at_once_why_a_bucket_is_refused():
 
 
 FAILURE = {"kind": "Failure", "reason": "x"}
+
+
+class _LikeNccl:
+    """A group whose `wait` returns at once, and whose broadcasts after the first end only where they are let."""
+
+    def __init__(self, *settings: Any) -> None:
+        self.num_broadcasts, self.is_aborted, self.environment = 0, False, os.environ.get(link._ON_FAILURE)
+
+    def broadcast(self, *unused: Any) -> Any:
+        self.num_broadcasts += 1
+        ended = self.num_broadcasts == 1
+        return mock.Mock(is_completed=lambda: ended or self.is_aborted, is_success=lambda: ended)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.fixture
+def like_nccl(monkeypatch: pytest.MonkeyPatch) -> list[_LikeNccl]:
+    """Puts groups in the place of NCCL's, on the CPU. Returns those that were made."""
+    made: list[_LikeNccl] = []
+
+    def make(*settings: Any) -> _LikeNccl:
+        made.append(_LikeNccl())
+        return made[-1]
+
+    make.Options = mock.Mock  # type: ignore[attr-defined]
+    monkeypatch.setattr(link.dist, "ProcessGroupNCCL", make, raising=False)
+    monkeypatch.setitem(link._DEVICES, "nccl", "cpu")
+    return made
+
+
+def test_a_receiver_lost_under_nccl_is_named(like_nccl: list[_LikeNccl], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("core.weights.sender._ANSWER_S", 0.5)
+    monkeypatch.setenv(link._ON_FAILURE, "3")
+    store, model = dist.HashStore(), nn.Linear(3, 2)
+    with ThreadPoolExecutor(1) as pool:
+        receiver = pool.submit(WeightReceiver, store, 0, 1, limit_s=1.0, backend="nccl")
+        sender = WeightSender(WeightStream(model, "module"), store, 1, limit_s=1.0, backend="nccl")
+        receiver.result()._link.answer("round/1/vote")  # and nothing more: it is lost
+    with pytest.raises(WeightsError, match=r"did not take the weights within the limit: rank 1; "):
+        sender.send(0)
+    assert all(group.environment == "0" for group in like_nccl) and os.environ[link._ON_FAILURE] == "3"
+    assert [group.is_aborted for group in like_nccl].count(True) == 1  # no broadcast stays on the trainer's device
+    with pytest.raises(WeightsError, match="were lost before"):
+        sender.send(1)
+
+
+def test_receivers_that_do_not_come_are_no_group_of_nccls(like_nccl: list[_LikeNccl]):
+    with pytest.raises(WeightsError, match=r"2 receivers did not meet in 0.2 s"):
+        Link(dist.HashStore(), 0, 2, 0.2, "nccl")
+    assert not like_nccl  # whose first broadcast has no limit
 
 
 @pytest.mark.parametrize("answer", ["\x1b[2J" + "x" * 10_000_000, ["x"], None, 7, FAILURE, "x\ny"])
