@@ -3,8 +3,8 @@
 Call these through the module, ``streams.current_stream()``: simulated streams take their place in `tests/streams`.
 Nothing here is called for a device that is not asynchronous.
 
-`lane` (collectives) and `shardstack.training.data` (copies of batches) alone make streams. Host copies of a checkpoint
-are queued on the stream that training uses.
+Streams are made by `lane` (collectives), `background_copies`, offloaded activations and `shardstack.training.data`
+(copies of batches). Host copies of a checkpoint are queued on the stream that training uses.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from torch import Tensor
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
+from ..comm.background_copies import BackgroundCopies
 from ..rendezvous.job_secret import job_secret
 from . import agreement, copy_files
 from .agreement import Key, Offer, Ranks
@@ -114,6 +115,7 @@ class HostCopies:
         device.set_backend_defaults()  # the maker of the default group may not have asked for it
         # For messages of the thread below alone. None after `close`, and for one rank.
         self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
+        self._from_device = BackgroundCopies()
         # Writes one copy at a time. The last one is under way until `wait`, which clears it.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copies")
         self._running: Future[tuple[str, bool, int]] | None = None
@@ -145,7 +147,8 @@ class HostCopies:
         self.wait()
         pieces = agreement.held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
         values = [pieces[key] for key in self._keys]
-        self._running = self._thread.submit(self._copy, self._next, values, step, dict(metadata))
+        copy = partial(self._from_device.copy, self._copies[self._next], values, BackgroundCopies.begin(values))
+        self._running = self._thread.submit(self._copy, self._next, copy, step, dict(metadata))
 
     def wait(self) -> None:
         """Waits until the last copy has ended on all ranks. Warns if it was skipped because of this one."""
@@ -165,8 +168,13 @@ class HostCopies:
         self._thread.shutdown()
         self._group = None
 
-    def _copy(self, number: int, values: list[Tensor], step: int, metadata: dict[str, Any]) -> tuple[str, bool, int]:
+    def _copy(
+        self, number: int, copy: Callable[[], None], step: int, metadata: dict[str, Any]
+    ) -> tuple[str, bool, int]:
         """Overwrites a version.
+
+        Args:
+            copy: copies this rank's pieces into it.
 
         Returns:
             why this rank could not, or "", whether all have, and the bytes that the next mark may have.
@@ -176,8 +184,7 @@ class HostCopies:
         try:
             for rank in (self._rank, *self._sources):
                 write_mark(folder / f"rank_{rank:05d}.json")
-            for copy, value in zip(self._copies[number], values, strict=True):
-                copy.copy_(value.detach())
+            copy()
             sums = {file: word_sum(memory[file]) for file in self._files if len(memory[file])}
             text = copy_files.encode_mark({"step": step, "metadata": metadata, "sums": sums}, self._secret, path)
             if len(text) > self._mark_bytes:  # the next one may be longer, on all ranks

@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from core.comm import streams
+from core.comm import background_copies, streams
+from core.comm.background_copies import BackgroundCopies
 from core.dist_checkpointing.saving import HostStaging
 from core.distributed.engine import gradients
 from core.distributed.engine.gradients import BucketReduction
 from core.distributed.flat import buffer
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
+from tests.streams.recorder import HOST
 from tests.streams.steps import Case, groups_of, inputs, make_step, train, wrapped
 
 
@@ -80,6 +83,27 @@ def _stages_checkpoints() -> None:
 @pytest.mark.parametrize("where", [_on_main, _on_a_side_stream])
 def test_a_checkpoint_is_staged_while_training_goes_on(where: Callable[[Callable[[], None]], None]) -> None:
     assert simulate(where, _stages_checkpoints).races == {}
+
+
+def _keeps_copies(waits: bool) -> None:
+    """Copies a state in the background, as `HostCopies` does, and writes it once the copy has ended."""
+    copies, kept = BackgroundCopies(), [torch.empty(40, device=HOST) for _ in range(3)]
+    state = [torch.zeros(40), torch.ones(40), torch.zeros(10, 4)]
+    with mock.patch.object(background_copies, "CHUNK_BYTES", 64), ThreadPoolExecutor(1) as thread:
+        for step in range(3):
+            for tensor in state:
+                tensor.fill_(float(step))
+            after = copies.begin(state) if waits else streams.Event()
+            running = thread.submit(copies.copy, kept, state, after)
+            torch.ones(64).mul_(2.0)  # the next step goes on
+            running.result()
+            assert [copy.tolist() for copy in kept] == [[float(step)] * 40] * 3
+
+
+def test_copies_in_the_background_wait_for_what_is_queued() -> None:
+    report = assert_no_race(_keeps_copies, True)
+    assert any("background_copies" in line for line in report.operations)
+    assert simulate(_keeps_copies, False).races  # without the point behind what is queued
 
 
 def _copies_batches() -> None:
