@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ..base.errors import OutOfStepError
 from . import streams
+from .awaited_messages import AwaitedMessage, late_message
 from .call import UNRECORDED, Collective, CollectiveRecord, Position, positions
 
 NUM_CALLS_PUBLISHED = 8
@@ -119,17 +120,27 @@ def raise_if_late() -> None:
     """Raises if a collective has run nearly as long as its backend lets it, after which NCCL ends the process.
 
     Raises:
-        OutOfStepError: names the collective and the ranks that have not joined it.
+        OutOfStepError: names the collective and the ranks that have not joined it, or the message that did not come.
         DistBackendError: the ranks are in step, and the collective takes too long all the same.
     """
+    if (message := late_message(_MARGIN_S)) is not None:
+        raise OutOfStepError(_did_not_come(message))
     call = first_unfinished(_longest_s)
     if call is not None:
         call.explain(error := _too_late(call))
         raise error
 
 
+def _did_not_come(message: AwaitedMessage) -> str:
+    return f"rank {dist.get_rank()}, {message.text}, and nothing came; look at that rank first"
+
+
+_MARGIN_S = 30.0
+"""Seconds before the backend's limit at which a wait counts as too long, or a tenth of a shorter limit."""
+
+
 def _longest_s(record: CollectiveRecord) -> float:
-    return record.limit_s - min(30.0, record.limit_s / 10)
+    return record.limit_s - min(_MARGIN_S, record.limit_s / 10)
 
 
 def _too_late(call: Collective) -> dist.DistBackendError:
@@ -255,8 +266,8 @@ class _Listener:
         # The store that counts `_last_question`, or None. `_answer` sets it; `_run` clears it when the process group
         # was destroyed. Only the thread uses it.
         self._question_store: Any = None
-        # The last call that `_explain_late` has explained, or None. Only the thread uses it.
-        self._last_explained: Collective | None = None
+        # The last call or message that `_explain_late` has explained, or None. Only the thread uses it.
+        self._last_explained: Collective | AwaitedMessage | None = None
         # Looks `_LOOKS` times in each interval whether ranks wait for each other; None until this rank waits once. The
         # thread sets it, and alone uses it.
         self._watch: Any = None
@@ -299,6 +310,13 @@ class _Listener:
 
         A host that waits for the device in its driver, as where too much is queued, can raise nothing.
         """
+        message = late_message(_MARGIN_S - 5.0)
+        if message is not None:  # what is queued behind it is late too
+            if message is not self._last_explained:
+                self._last_explained = message
+                sys.stderr.write(f"{_did_not_come(message)}\n")
+                sys.stderr.flush()
+            return
         call = first_unfinished(lambda record: _longest_s(record) + min(5.0, record.limit_s / 20))
         if call is None or call is self._last_explained:
             return

@@ -30,7 +30,10 @@ from .. import parallel_state
 from ..base import device
 from ..base.device import Seam
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
+from ..comm import streams
+from ..comm.awaited_messages import AwaitedMessage
 from ..comm.out_of_step import is_failure_of_backend
+from ..comm.record import is_recording
 from ..distributed import _BaseDataParallel
 from ..tensor_parallel.random import stage_streams
 from ..tensor_parallel.weight_gradients import Product, compute_deferred, deferring
@@ -123,6 +126,8 @@ class Pipeline:
         # What this rank does now, for messages, and whether it waits for a neighbour. Stages write both before each
         # wait and each computation.
         self.doing, self.is_waiting = "connecting to the other pipeline stages", True
+        # The message that the device waits for until the next note; None on the host, which waits itself.
+        self._awaited: AwaitedMessage | None = None
         self._stages = []
         for chunk in self._chunks:
             chunk.stage = place = stages[stage_index(config, rank, chunk.index)]
@@ -164,6 +169,14 @@ class Pipeline:
             except Exception as error:
                 self._explain(error)
                 raise
+
+    def note(self, doing: str, *, waits: bool) -> None:
+        """Takes down what the rank does now, and whether it waits for a neighbour."""
+        if self._awaited is not None:
+            self._awaited.end()
+        on_device = waits and streams.is_asynchronous(device.current_device()) and is_recording()
+        self._awaited = AwaitedMessage(doing, self._stages[0].group) if on_device else None
+        self.doing, self.is_waiting = doing, waits
 
     def _explain(self, error: Exception) -> None:
         """Names the place of an error in the pipeline: in a new error if a neighbour is silent, else in a note."""
@@ -314,8 +327,7 @@ class Stage(pipelining.PipelineStage):
         """Takes down what the rank does now: a pass of a micro-batch, or its wait for a message of a neighbour."""
         stage = self.chunk.stage
         source = "" if peer is None else f" from stage {peer} (rank {self._resolve_rank(peer)})"
-        self.pipeline.doing = f"{stage}: {what} of micro-batch {micro_batch}{source}"
-        self.pipeline.is_waiting = peer is not None
+        self.pipeline.note(f"{stage}: {what} of micro-batch {micro_batch}{source}", waits=peer is not None)
 
     def _resolve_rank(self, stage: int) -> int:
         return dist.get_process_group_ranks(self.group)[self.stage_index_to_group_rank[stage]]

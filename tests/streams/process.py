@@ -40,6 +40,8 @@ class Report:
     operations: dict[str, int]
     waits: list[str]
     """Where the host has waited for the device, as lines of the project's files."""
+    most_bytes: int
+    """Of the device at once: see `Simulation`."""
 
 
 def simulate(function: Callable[..., Any], *args: Any, ranks: int = 2, rank: int = 0) -> Report:
@@ -122,4 +124,4 @@ def _simulated(function: Callable[..., Any], args: Any, ranks: int, rank: int) -
         result = function(*args)
         groups._twins.clear()
         waits = [f"{file}:{line} {name}" for (file, line, name), *_ in filter(None, simulation.waits)]
-        return Report(result, dict(simulation.races), dict(simulation.operations), waits)
+        return Report(result, dict(simulation.races), dict(simulation.operations), waits, simulation.most_bytes)

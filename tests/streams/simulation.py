@@ -60,6 +60,7 @@ class Memory:
     accesses: list[Access] = field(default_factory=list)
     used_on: set[str] = field(default_factory=set)
     """Streams whose use the allocator waits for (`record_stream`)."""
+    num_bytes: int = 0
 
 
 class Stream:
@@ -112,6 +113,8 @@ class Simulation:
         computes_on: the only stream on which operations may record a graph.
         waits: where the host has waited for a device.
         operations: how many each line had.
+        most_bytes: of the device at once. Memory that another stream was noted to use, by `record_stream`, comes back
+            once the host has seen the end of that use: the host never asks else, as where it is many layers ahead.
     """
 
     def __init__(self) -> None:
@@ -122,6 +125,8 @@ class Simulation:
         self._memory: dict[int, Memory] = {}  # by the storage's address
         self._debts: dict[str, list[Access]] = {}  # by the stream whose next allocation may take the memory
         self._count, self._num_streams = 0, 0
+        self.most_bytes = self._bytes = 0
+        self._late: list[tuple[Access, int]] = []  # freed memory that comes back behind an access, and its bytes
         self._lock = threading.RLock()
         self._of_thread, self._threads = threading.local(), itertools.count(1)
         self.main = self.computes_on = Stream(self, MAIN)
@@ -195,8 +200,14 @@ class Simulation:
     ) -> Memory:
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = Memory(line, is_host, is_pinned)
+            self._memory[key] = Memory(line, is_host, is_pinned, num_bytes=storage.nbytes())
             weakref.finalize(storage, self._freed, key)
+            if not is_host:
+                seen = self.clock(self.host)
+                back = [late for late in self._late if late[0].number <= seen.get(late[0].line, 0)]
+                self._late = [late for late in self._late if late not in back]
+                self._bytes += storage.nbytes() - sum(num_bytes for _, num_bytes in back)
+                self.most_bytes = max(self.most_bytes, self._bytes)
             clock = self.clock(line)
             for old in () if is_host else self._debts.pop(line, ()):
                 if old.number > clock.get(old.line, 0):
@@ -210,6 +221,11 @@ class Simulation:
             if memory.is_host:  # the allocator of pinned memory waits for the copies
                 return
             clock = self.clock(memory.home)
+            late = [a for a in memory.accesses if a.line in memory.used_on and a.number > clock.get(a.line, 0)]
+            if late:
+                self._late.append((max(late, key=lambda access: access.number), memory.num_bytes))
+            else:
+                self._bytes -= memory.num_bytes
             self._debts.setdefault(memory.home, []).extend(
                 access
                 for access in memory.accesses

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.comm import background_copies, streams
 from core.comm.background_copies import BackgroundCopies
@@ -18,6 +18,8 @@ from core.dist_checkpointing.saving import HostStaging
 from core.distributed.engine import gradients
 from core.distributed.engine.gradients import BucketReduction
 from core.distributed.flat import buffer
+from core.distributed.model.offloaded_activations import offload_activations
+from core.distributed.plan.parts import UnitTransform
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
 from tests.streams.recorder import HOST
@@ -122,6 +124,24 @@ def _copies_batches() -> None:
 
 def test_batches_are_copied_on_a_side_stream() -> None:
     assert_no_race(_copies_batches)
+
+
+def _offloads_activations(depth: int, offloads: bool) -> None:
+    """Trains layers whose activations, of 8 KiB each, are large next to their weights."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)))
+    offload_activations(
+        UnitTransform(modules=(layer,), recomputes="none", is_compiled=False, offloads=offloads) for layer in layers
+    )
+    for _ in range(2):
+        layers(torch.ones(256, 8)).square().mean().backward()
+
+
+def test_offloaded_activations_are_free_after_two_layers() -> None:
+    activation, of_weights = 256 * 8 * 4, 2 * 4 * (8 * 8 + 8)
+    few, many = (assert_no_race(_offloads_activations, depth, True).most_bytes for depth in (4, 12))
+    assert many - few <= 8 * of_weights
+    few, many = (simulate(_offloads_activations, depth, False).most_bytes for depth in (4, 12))
+    assert many - few >= 8 * activation  # the inputs of layers, which the activation functions' outputs are
 
 
 OFFLOADED = {"cpu_offload": True, "param_dtype": "bf16"}

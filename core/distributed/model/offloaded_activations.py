@@ -8,8 +8,8 @@ Without a GPU the same copies are made in one memory, so that values and order a
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,9 @@ from .forward_hooks import SavedTensors, WrapperHook, keep, read_kept
 
 LEAST_BYTES = 1024
 """Size of the smallest tensor that is copied. Copying a smaller one costs more than its memory is worth."""
+
+_MOST_LEAVING = 2
+"""Forwards whose activations may still be on their way to the host."""
 
 
 def offload_activations(transforms: Iterable[UnitTransform]) -> None:
@@ -50,6 +53,37 @@ class _Order:
         self.last: weakref.ref[_Forward] | None = None
         # The side stream of the copies; None until the first one on a GPU makes it, for the model's life.
         self.stream: streams.Stream | None = None
+        # Of the last forwards, at most `_MOST_LEAVING`, the tensors that are being copied to the host, and the end of
+        # the last copy. `leave` adds; the stream that computes waits for a forward's in `begin`, or in backward.
+        self._leaving: deque[tuple[list[Tensor], list[streams.Event]]] = deque()
+
+    def begin(self) -> None:
+        """A forward begins: its activations get the memory of those of an earlier one."""
+        if len(self._leaving) == _MOST_LEAVING:
+            _free(*self._leaving.popleft())
+        self._leaving.append(([], []))
+
+    def leave(self, tensor: Tensor, copied: streams.Event) -> None:
+        """Keeps a tensor until it is on the host.
+
+        The allocator would get its memory back late otherwise: it learns that another stream is done where the host
+        asks, which is many layers ahead of the device.
+        """
+        tensors, ends = self._leaving[-1]
+        tensors.append(tensor)
+        ends[:] = [copied]
+
+    def begin_backward(self) -> None:
+        """Nothing leaves any more."""
+        while self._leaving:
+            _free(*self._leaving.popleft())
+
+
+def _free(tensors: list[Tensor], ends: list[streams.Event]) -> None:
+    """Frees memory in the order of the current stream, which waits until it was copied."""
+    for end in ends:
+        streams.current_stream().wait_event(end)
+    tensors.clear()
 
 
 def _offload(module: nn.Module, order: _Order) -> None:
@@ -71,6 +105,7 @@ class _Forward:
         self._order = order
         # The forward before it, whose activations backward needs next. Fixed.
         self._before, order.last = order.last, weakref.ref(self)
+        order.begin()
         # Storages of weights and buffers, which stay where they are.
         plain = (tensor for tensor in (*module.parameters(), *module.buffers()) if _is_plain(tensor.data))
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in plain}
@@ -96,7 +131,7 @@ class _Forward:
         if saved is None:
             if self._order.stream is None and streams.is_asynchronous(tensor.device):
                 self._order.stream = streams.Stream(tensor.device)
-            saved = _OnHost(self, memory, self._order.stream)
+            saved = _OnHost(self, memory, self._order)
             self._host_copies[key] = StorageWeakRef(storage), weakref.ref(saved)
         saved.num_readers += 1
         return partial(saved.read, tensor.size(), tensor.stride())
@@ -105,6 +140,7 @@ class _Forward:
         """Begins to copy what is still needed back to the device."""
         if not self._returns:
             self._returns = True
+            self._order.begin_backward()
             for _, copy in self._host_copies.values():
                 if (saved := copy()) is not None:
                     saved.begin_return()
@@ -119,8 +155,8 @@ class _Forward:
 class _OnHost:
     """The memory of saved tensors, `[n]`, in host memory."""
 
-    def __init__(self, forward: _Forward, tensor: Tensor, stream: streams.Stream | None) -> None:
-        self._forward, self._device, self._stream = forward, tensor.device, stream
+    def __init__(self, forward: _Forward, tensor: Tensor, order: _Order) -> None:
+        self._forward, self._device, self._stream = forward, tensor.device, order.stream
         # Number of saved tensors in this memory. `_Forward.place` counts.
         self.num_readers = 0
         # Those that have not read the current copy on the device. `_copy_back` sets it, `read` lowers it.
@@ -128,14 +164,14 @@ class _OnHost:
         # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
         # `read` set it, the last reader clears it: a backward through a kept graph copies again.
         self._device_copy: tuple[Tensor, streams.Event | None] | None = None
-        self._host = _host_memory(tensor, is_pinned=stream is not None)
-        if stream is None:
+        self._host = _host_memory(tensor, is_pinned=order.stream is not None)
+        if order.stream is None:
             self._host.copy_(tensor)
             return
-        stream.wait_stream(streams.current_stream())
-        with streams.stream(stream):
+        order.stream.wait_stream(streams.current_stream())
+        with streams.stream(order.stream):
             self._host.copy_(tensor, non_blocking=True)
-        streams.used_on(tensor, stream)
+            order.leave(tensor, streams.record_event())
 
     def begin_return(self) -> tuple[Tensor, streams.Event | None]:
         """Begins to copy the memory to the device, unless that was begun, and returns the copy and its end."""
@@ -145,10 +181,13 @@ class _OnHost:
 
     def _copy_back(self) -> tuple[Tensor, streams.Event | None]:
         self._unread = self.num_readers
-        host, stream = self._host, self._stream
-        with nullcontext() if stream is None else streams.stream(stream):
-            copy = torch.empty(host.shape, dtype=host.dtype, device=self._device).copy_(host, non_blocking=True)
-            return copy, None if stream is None else streams.record_event()
+        copy = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)  # of the computing stream
+        if self._stream is None:
+            return copy.copy_(self._host), None
+        self._stream.wait_stream(streams.current_stream())
+        with streams.stream(self._stream):
+            copy.copy_(self._host, non_blocking=True)
+            return copy, streams.record_event()
 
     def read(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """Returns a tensor in the memory on its device. The current stream waits for it."""
@@ -158,11 +197,13 @@ class _OnHost:
         if not self._unread:
             self._device_copy = None
         if copied is not None:
-            computing = streams.current_stream()
-            computing.wait_event(copied)
-            streams.used_on(copy, computing)
+            streams.current_stream().wait_event(copied)
         self._forward.reach()
         return copy.as_strided(size, stride)  # kernels are chosen by strides
+
+    def __del__(self) -> None:
+        if self._device_copy is not None and self._stream is not None:  # that no backward has read
+            streams.used_on(self._device_copy[0], self._stream)
 
 
 def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:

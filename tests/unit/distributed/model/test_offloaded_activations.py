@@ -31,8 +31,8 @@ class Copies:
         counted = self
 
         class Counted(offloaded_activations._OnHost):
-            def __init__(self, forward: Any, tensor: Tensor, stream: Any) -> None:
-                super().__init__(forward, tensor, stream)
+            def __init__(self, forward: Any, tensor: Tensor, order: Any) -> None:
+                super().__init__(forward, tensor, order)
                 counted.to_host.append(tuple(tensor.shape))
                 counted.alive += 1
 
