@@ -153,6 +153,12 @@ def group_time_limit(group: ProcessGroup) -> timedelta:
     return dist.constants.default_pg_timeout
 
 
+def abort_process_groups() -> None:
+    """Ends the communicators of all groups, and forgets the groups. NCCL alone knows it: collectives that the device
+    waits in end there without a result."""
+    dist.distributed_c10d._abort_process_group()
+
+
 def flight_recorder() -> list[dict[str, Any]]:
     """Returns torch's record of this process's collectives, the oldest first. Some builds and backends have none.
 

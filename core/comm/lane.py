@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import Seam
+from ..base.errors import OutOfStepError
 from . import streams
 from .record import is_recording, raise_if_late
 
@@ -232,15 +233,23 @@ def read_now(values: Tensor) -> list[Any]:
     return _to_list(values)
 
 
+groups_are_aborted = threading.Event()
+"""Set while the groups of this process are of no use, as those with a lost rank: what the device had queued on them
+has ended without a result. `shardstack.training.launch.generations` sets and clears it, on any thread."""
+
+
 def wait_for(event: streams.Event) -> None:
     """Waits on the host for a point in the device's work.
 
     Raises:
-        OutOfStepError: a collective queued before that point did not end, because not all ranks joined it.
+        OutOfStepError: a collective queued before that point did not end, because not all ranks joined it, or ended
+            without a result, because its group was aborted.
     """
-    while not wait_until(event.query, _LATE_CHECK_INTERVAL_S):
+    while not wait_until(event.query, _LATE_CHECK_INTERVAL_S) and not groups_are_aborted.is_set():
         if is_recording():
             raise_if_late()
+    if groups_are_aborted.is_set():
+        raise OutOfStepError("the process groups were aborted; what the device had queued has no result")
 
 
 def wait_until(is_over: Callable[[], bool], limit_s: float) -> bool:

@@ -115,6 +115,8 @@ class MatrixOwners:
         costs = [cost(matrix.shape) for matrix in matrices]
         holders = [sorted(set.intersection(*(set(part.starts) for part in parts))) for parts in self._parts]  # of all
         self.owners = assign_owners(costs, holders, self.num_ranks)
+        # Rows that are no slice, on the device of the memory that they index. `_at` adds; nothing clears.
+        self._indices: dict[_Part, Tensor] = {}
         of_param: list[list[int]] = [[] for _ in wholes]
         for index, matrix in enumerate(matrices):
             of_param[matrix.param].append(index)
@@ -169,7 +171,11 @@ class MatrixOwners:
         top, bottom, left, right = part.box
         shape, start = (bottom - top, right - left), part.starts[self.rank]
         elements = memory[self._matrices[part.matrix].param][start : start + math.prod(shape)].view(shape)
-        return elements, part.rows if isinstance(part.rows, slice) else part.rows.to(elements.device)
+        if isinstance(part.rows, slice):
+            return elements, part.rows
+        if part not in self._indices:
+            self._indices[part] = part.rows.to(elements.device)
+        return elements, self._indices[part]
 
     def _start(self, route: _Route, read: Callable[[_Part], Tensor], dtype: torch.dtype, what: str) -> Arrival:
         sends, receives, crosses_ranks = route

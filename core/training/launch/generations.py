@@ -10,7 +10,9 @@ that any collective that waits raises, the block's error is dropped with the pro
 with the variables ``RANK`` and ``WORLD_SIZE`` of its new place. Under another launcher, or none, the block runs once.
 
 `shutdown` on a socket is what frees a collective of gloo that waits: `abort` and `shutdown` of a process group do not.
-It also reaches collectives inside torch (FSDP2, object collectives), and leaves no thread behind.
+It also reaches collectives inside torch (FSDP2, object collectives), and leaves no thread behind. Those of NCCL wait
+on the device, often for memory that ranks of a machine share: there the thread aborts the communicators, which no GPU
+has shown yet. A rank that does not leave in time ends, and with it the generation: all ranks start again.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ import torch.distributed as dist
 
 from ... import parallel_state
 from ...base import device
+from ...base._torch_compat import abort_process_groups
 from ...base.checked_json import decode
 from ...base.errors import ConfigError, OutOfStepError
-from ...comm.lane import wait_for_lanes
+from ...comm.lane import groups_are_aborted, wait_for_lanes
 from ...comm.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
 from ...comm.record import call_counts
 from ...rendezvous.launchers import GENERATION
@@ -46,6 +49,9 @@ survivors."""
 
 LOST_STATUS = 75
 """Exit status of a rank that could not leave its generation in time."""
+
+_NCCL_ON_FAILURE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Environment variable that groups of NCCL's read when they are made: by default a lost rank ends their process."""
 
 _ANNOUNCEMENT_S = 20.0
 """How long a rank whose collective failed waits for the launcher to say which rank was lost."""
@@ -66,6 +72,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
     if not os.environ.get(COPIES_FOLDER):
         yield nullcontext(Generation())
         return
+    os.environ.setdefault(_NCCL_ON_FAILURE, "0")
     if not _launcher:
         if (connection := launcher_socket()) is None:
             raise ConfigError(
@@ -127,6 +134,7 @@ class _Launcher:
             generation = self.current = self._announced
             self._kept = {identity for identity, _ in _connections()}
             self._is_inside = True
+            groups_are_aborted.clear()
         if generation is None:
             raise RuntimeError("no generation was announced")
         names = {"RANK": generation.rank, "LOCAL_RANK": generation.local_rank, "WORLD_SIZE": generation.world_size}
@@ -173,6 +181,9 @@ class _Launcher:
             with self._news:
                 if not self._is_inside or not (self.is_over or self._is_outdated()):
                     return
+                if dist.is_initialized() and "nccl" in dist.get_backend_config() and not groups_are_aborted.is_set():
+                    groups_are_aborted.set()
+                    abort_process_groups()
                 _close_connections(self._kept, store_too=time.monotonic() - began_at > _STORE_AFTER_S)
             if self._announced is not None and time.monotonic() - began_at > self._announced.limit_s:
                 say(f"rank {os.environ['RANK']} did not leave the generation that has ended")
