@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments
@@ -15,7 +18,7 @@ from ..tensor_parallel.initialization import mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from .module import MegatronModule
 from .spec_utils import Builder, ModuleSpec, build_module
-from .transformer_config import TransformerConfig, activation_function
+from .transformer_config import ACTIVATIONS, TransformerConfig, activation_function
 
 GATE_AND_UP = FusedRows((("gate", 1), ("up", 1)))
 """Rows of a gated MLP's first weight."""
@@ -76,18 +79,53 @@ class MLP(MegatronModule):
             submodules.linear_fc2, inner, width, init_method=config.output_layer_init_method, **options
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
-        output: torch.Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated))[0]
+        output: Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated))[0]
         return output
 
 
-def activate(hidden: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> torch.Tensor:
+def activate(hidden: Tensor, activation: Callable[[Tensor], Tensor], is_gated: bool) -> Tensor:
     """Maps `[..., ffn]` to `[..., ffn]`, or with alternating gate and up `[..., 2 ffn]` to `[..., ffn]`."""
     if not is_gated:
         return activation(hidden)
-    # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.
-    gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
-    output: torch.Tensor = activation(gate) * up
-    return output
+    if activation in _DERIVATIVES and not torch.compiler.is_compiling():  # the compiler saves as little, and fuses
+        output: Tensor = _Gated.apply(hidden, activation)
+        return output
+    gate, up = _gate_and_up(hidden)
+    return activation(gate) * up
+
+
+def _gate_and_up(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies, because activations at a stride of two are not vectorised."""
+    gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
+    return gate.contiguous(), up.contiguous()
+
+
+_DERIVATIVES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    ACTIVATIONS["silu"]: torch.ops.aten.silu_backward,
+    ACTIVATIONS["gelu"]: torch.ops.aten.gelu_backward,
+    ACTIVATIONS["gelu_tanh"]: partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+"""What autograd calls for an activation function: maps the gradient of its result, and its input, to that of its
+input."""
+
+
+class _Gated(torch.autograd.Function):
+    """Saves what it is given alone, where autograd would save gate, up and the activated gate. The same bits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.activation = activation
+        gate, up = _gate_and_up(hidden)
+        return activation(gate) * up
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        gate, up = _gate_and_up(ctx.saved_tensors[0])
+        grad_up = grad * ctx.activation(gate)
+        grad_gate = _DERIVATIVES[ctx.activation](grad * up, gate)
+        return torch.stack((grad_gate, grad_up), -1).flatten(-2), None
