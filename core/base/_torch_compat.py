@@ -186,6 +186,13 @@ def called_while_compiled(function: Function) -> Function:
     return function
 
 
+def compiles_for_gpus() -> bool:
+    """Returns whether torch finds Triton, and a GPU that it compiles for."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
 _REMEDIES = {
     "InvalidCxxCompiler": "install a C++ compiler (g++), or name one in CXX",
     "TritonMissing": "install triton, which torch's packages for CUDA bring along",

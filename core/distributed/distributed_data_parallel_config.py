@@ -119,8 +119,9 @@ class DistributedDataParallelConfig:
     """Keep what a unit saves for backward in the host's memory, and bring it back while backward is in the unit after
     it. The last unit's stay: backward begins with them. With activation_checkpointing a unit saves its inputs."""
 
-    compile_units: bool = False
-    """Compile each unit's forward with `torch.compile`."""
+    compile_units: bool | None = None
+    """Compile each unit's forward with `torch.compile`. None: the pretraining program compiles on GPUs, where torch
+    finds Triton, and else nothing is compiled."""
 
     def __post_init__(self) -> None:
         check_choices(self, error=ParallelConfigError, data_parallel_sharding_strategy=SHARDING_STRATEGIES)
@@ -176,7 +177,7 @@ class DistributedDataParallelConfig:
     @property
     def transforms_units(self) -> bool:
         """Whether units are recomputed, compiled or offloaded."""
-        return self.activation_checkpointing != "none" or self.compile_units or self.offload_activations
+        return self.activation_checkpointing != "none" or bool(self.compile_units) or self.offload_activations
 
     @property
     def strategy(self) -> str:

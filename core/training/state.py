@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from .. import parallel_state
 from ..base import device
+from ..base._torch_compat import compiles_for_gpus
 from ..base.errors import CheckpointError, check_range
-from ..distributed import _BaseDataParallel
+from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
 from ..optimizer import MegatronOptimizer
@@ -64,6 +65,14 @@ def initialize(config: PretrainConfig) -> None:
     make_groups(config)
     replica = parallel_state.get_data_parallel_rank() if config.run.data_parallel_random_init else 0
     seed_everything(config.run.seed + _SEEDS_OF_A_REPLICA * replica)
+
+
+def wrapper_config(config: PretrainConfig) -> DistributedDataParallelConfig:
+    """Returns the settings of the wrapper on this machine: on GPUs layers are compiled, unless the config says not."""
+    compiles = config.ddp.compile_units
+    if compiles is None:
+        compiles = device.device_type() == "cuda" and compiles_for_gpus()
+    return replace(config.ddp, compile_units=compiles)
 
 
 def make_groups(config: PretrainConfig) -> None:

@@ -111,9 +111,10 @@ class MoEConfig(ModelParallelConfig):
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared experts by the sigmoid of one learned projection."""
 
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: bool | None = None
     """Multiply all experts' tokens in one call of `torch.nn.functional.grouped_mm`, where it runs, or else one expert
-    after the other. Parameters have the same layout."""
+    after the other. Parameters have the same layout. None: in one call where the GPU has a kernel for it, in bf16 on
+    those of capability 9.0 and later."""
 
     moe_per_layer_logging: bool = False
     """Log the balance of each layer and the load of each expert, in addition to the means over layers."""

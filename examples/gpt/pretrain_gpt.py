@@ -37,7 +37,7 @@ from shardstack.training.launch.entry import environment_restart_count, run_comm
 from shardstack.training.launch.generations import generations
 from shardstack.training.loop import Outcome, train
 from shardstack.training.recovery import load_newest_copy
-from shardstack.training.state import TrainingState, build_gpt, build_scheduler, initialize
+from shardstack.training.state import TrainingState, build_gpt, build_scheduler, initialize, wrapper_config
 from shardstack.transformer.lora import add_lora, freeze_parameters
 from shardstack.transformer.module import Float16Module
 from shardstack.transformer.moe.moe_layer import STATISTICS, MoELayer
@@ -97,7 +97,7 @@ def pretrain(config: PretrainConfig) -> None:
         build_model(config, data.vocab_size, vp_stage) for vp_stage in ([None] if virtual is None else range(virtual))
     ]
     freeze_parameters(stages, config.gpt.freeze)
-    model, *later_stages = (wrap_model(stage, config.model, config.ddp) for stage in stages)
+    model, *later_stages = (wrap_model(stage, config.model, wrapper_config(config)) for stage in stages)
     optimizer = get_megatron_optimizer(config.optimizer, [model, *later_stages])
     scheduler = build_scheduler(config, optimizer)
     state = TrainingState(

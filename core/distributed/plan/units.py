@@ -284,7 +284,7 @@ def plan_transforms(units: Sequence[UnitPlan], ddp_config: DistributedDataParall
         UnitTransform(
             modules=unit.modules,
             recomputes=ddp_config.activation_checkpointing,
-            is_compiled=ddp_config.compile_units,
+            is_compiled=bool(ddp_config.compile_units),
             # Backward begins with the last layer: its activations would be back at once.
             offloads=ddp_config.offload_activations and unit is not layers[-1],
         )

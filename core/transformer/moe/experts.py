@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class GroupedLinear(ParameterOwner):
         self.add_parameter("weight", shape_of_weight, fill, partition_dim=partition_dim, **options)
         shape, split_dim = (experts, rows) if config.add_bias_linear else None, 1 if self.splits_output else None
         self.add_parameter("bias", shape, nn.init.zeros_, partition_dim=split_dim, **options)
-        self._multiply = grouped_matmul if config.moe_grouped_gemm else looped_matmul
+        self._multiply = _PRODUCTS[config.moe_grouped_gemm]
         initialize_unless_deferred(self, config)
 
     def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
@@ -242,12 +243,27 @@ def grouped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Te
     return output if is_dropped is None else output.masked_fill(is_dropped, 0.0)
 
 
+def grouped_where_fast(rows: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:
+    """Computes :func:`grouped_matmul` where torch has a kernel of its own for it, and else :func:`looped_matmul`."""
+    has_kernel = rows.is_cuda and rows.dtype == torch.bfloat16 and _capability(rows.device) >= (9, 0)
+    return (grouped_matmul if has_kernel else looped_matmul)(rows, weight, permutation)
+
+
+_PRODUCTS = {True: grouped_matmul, False: looped_matmul, None: grouped_where_fast}
+"""By `moe_grouped_gemm`."""
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     is_aligned = all(size * rows.element_size() % _STRIDE_BYTES == 0 for size in weight.shape[1:])
     casts = rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type)  # which grouped_mm does not
     if rows.dtype not in _GROUPED_DTYPES or casts or not is_aligned:
         return False
-    return rows.device.type == "cpu" or torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return rows.device.type == "cpu" or _capability(rows.device) >= (8, 0)
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:

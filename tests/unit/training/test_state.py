@@ -16,6 +16,7 @@ from core.base.errors import CheckpointError, ConfigError, ParallelConfigError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
+from core.training import state
 from core.training.config.arguments import parse_arguments
 from core.training.launch.entry import environment_threads
 from core.training.state import (
@@ -236,3 +237,15 @@ def test_the_ranks_of_a_machine_share_its_cores(monkeypatch) -> None:
     assert (environment_threads(), environment_threads(updates_on_host=True)) == (1, 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert environment_threads(updates_on_host=True) == 2
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("has_triton", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_layers_are_compiled_on_gpus_unless_the_config_says_not(kind, has_triton, asked, monkeypatch):
+    monkeypatch.setattr(state.device, "device_type", lambda: kind)
+    monkeypatch.setattr(state, "compiles_for_gpus", lambda: has_triton)
+    config = small_config()
+    config.ddp.compile_units = asked
+    expected = asked if asked is not None else kind == "cuda" and has_triton
+    assert state.wrapper_config(config).compile_units == expected and config.ddp.compile_units is asked

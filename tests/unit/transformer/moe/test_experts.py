@@ -1,5 +1,7 @@
 """The matrices of experts: initial values, kernels, and rows that belong to no expert."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -139,3 +141,23 @@ def _with_linears(layer):
     return torch.nn.ModuleDict(
         {"experts": layer.experts, "linear_fc1": layer_of(moe_shared_expert_intermediate_size=4).shared_experts}
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_cuda", "capability", "expected"),
+    [
+        (torch.bfloat16, True, (9, 0), "grouped"),
+        (torch.bfloat16, True, (10, 0), "grouped"),
+        (torch.bfloat16, True, (8, 0), "looped"),
+        (torch.float16, True, (9, 0), "looped"),
+        (torch.bfloat16, False, (9, 0), "looped"),
+    ],
+)
+def test_experts_are_multiplied_in_one_call_where_a_gpu_has_a_kernel(
+    dtype, is_cuda, capability, expected, monkeypatch
+):
+    for name in ("grouped", "looped"):
+        monkeypatch.setattr(module, f"{name}_matmul", lambda *unused, name=name: name)
+    monkeypatch.setattr(module, "_capability", lambda device: capability)
+    rows = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda:0")
+    assert layer_of().experts.linear_fc1._multiply(rows, None, None) == expected
