@@ -5,7 +5,8 @@ other line that has ended before its next one. Waits join clocks. Two accesses t
 are a race if neither line's clock has the other's.
 
 The allocator is the worst case of torch's: freed memory goes back to the stream that it was allocated on, whose next
-allocation takes it, whatever the sizes. What other streams still do with it then is a race.
+allocation takes it, whatever the sizes. What other streams still do with it then is a race, and so is what they do
+with new memory before they have waited for the stream that it was allocated on, which may still use what was freed.
 """
 
 from __future__ import annotations
@@ -208,6 +209,9 @@ class Simulation:
                 self._late = [late for late in self._late if late not in back]
                 self._bytes += storage.nbytes() - sum(num_bytes for _, num_bytes in back)
                 self.most_bytes = max(self.most_bytes, self._bytes)
+                freed = self.clock(line).get(line, 0)
+                whole = Access(0, storage.nbytes(), line, freed, True, "an allocation", _frames())
+                self._memory[key].accesses.append(whole)
             clock = self.clock(line)
             for old in () if is_host else self._debts.pop(line, ()):
                 if old.number > clock.get(old.line, 0):

@@ -122,18 +122,49 @@ _LAST_REPEATS = ("polar_express", "cans", "deepseekv4")
 """Types whose last coefficients serve all further steps. Other types begin again with the first."""
 
 
+_CHUNKED_ON = ["cuda"]
+"""Devices on which matrices are orthogonalized several at a time: a small one is over there before the next call."""
+_CHUNK_ELEMENTS, _MOST_IN_CHUNK = 2**22, 64
+"""A chunk has as many matrices as have these elements."""
+
+
+def orthogonalize_all(updates: Mapping[int, Tensor], recipe: MuonRecipe) -> dict[int, Tensor]:
+    """Returns :func:`orthogonalize` of each matrix by its index: on a GPU in chunks of one shape.
+
+    A chunk has a number of matrices that its shape decides; the last one is filled up with zeros. So a matrix has the
+    same bits in whichever chunk it is, and on whichever rank.
+    """
+    of_shape: dict[torch.Size, list[int]] = {}
+    for index, update in updates.items():
+        of_shape.setdefault(update.shape, []).append(index)
+    results: dict[int, Tensor] = {}
+    for shape, indices in of_shape.items():
+        size = max(1, min(_MOST_IN_CHUNK, _CHUNK_ELEMENTS // shape.numel()))
+        if size == 1 or updates[indices[0]].device.type not in _CHUNKED_ON:
+            results |= {index: orthogonalize(updates[index], recipe) for index in indices}
+            continue
+        for start in range(0, len(indices), size):
+            members = indices[start : start + size]
+            chunk = updates[members[0]].new_zeros(size, *shape)
+            torch._foreach_copy_(list(chunk[: len(members)].unbind()), [updates[index] for index in members])
+            results |= zip(members, orthogonalize(chunk, recipe), strict=False)
+    return results
+
+
 def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:
     """Returns a matrix with the singular vectors of `update` and singular values near 1, in the dtype of products.
 
-    The bits depend on nothing but the matrix: one call for each, with operations in the order of `torch.optim.Muon`.
+    The operations are those of `torch.optim.Muon`, in their order.
 
     Args:
-        update: `[rows, columns]`, contiguous.
+        update: `[rows, columns]`, contiguous, or several, `[n, rows, columns]`.
     """
-    is_rounded, is_tall = recipe.fp32_matmul_prec == "medium", update.shape[0] > update.shape[1]
+    is_rounded, is_tall = recipe.fp32_matmul_prec == "medium", update.shape[-2] > update.shape[-1]
     x = update.bfloat16() if is_rounded and recipe.rounds_first else update
-    x = x.T if is_tall else x
-    norm = x.norm()
+    x = x.mT if is_tall else x
+    is_one = update.ndim == 2
+    norm = x.norm() if is_one else torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    add_product = torch.addmm if is_one else torch.baddbmm
     x = x / (norm + recipe.eps if recipe.adds_eps else norm.clamp(min=recipe.eps))
     x = x.bfloat16() if is_rounded else x
     triples = COEFFICIENTS[recipe.coefficient_type]
@@ -142,11 +173,11 @@ def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:
     torch.set_float32_matmul_precision(recipe.fp32_matmul_prec)
     try:
         for a, b, c in itertools.islice(itertools.chain(triples, itertools.cycle(rest)), recipe.num_ns_steps):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     finally:
         torch.set_float32_matmul_precision(before)
-    return x.T if is_tall else x
+    return x.mT if is_tall else x
 
 
 def cost(shape: Sequence[int]) -> int:

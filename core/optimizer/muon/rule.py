@@ -27,7 +27,7 @@ from .. import update_rules as rules
 from ..main_params import MainParam
 from ..muon_recipe import MuonRecipe, recipe_of
 from ..optimizer_config import OptimizerConfig
-from .matrices import describe_matrices, matrices_of, orthogonalize
+from .matrices import describe_matrices, matrices_of, orthogonalize_all
 from .matrix_owners import Arrival, MatrixOwners
 
 _MOMENTUM = "momentum_buffer"
@@ -126,7 +126,7 @@ class Muon(rules.SkippableRule):
             matrices = self._take(bringing)
             if bucket + 1 < num_buckets:
                 bringing = self._start_bringing(bucket + 1)
-            results = {index: orthogonalize(matrix, self.recipe) for index, matrix in matrices.items()}
+            results = orthogonalize_all(matrices, self.recipe)
             returning.append(self._owners.start_returning(bucket, results, self._result_dtype))
             if bucket:
                 self._apply(bucket - 1, returning.pop(0))

@@ -88,6 +88,13 @@ MUTATIONS = (
         (STREAMS_OF_LAYERS,),
     ),
     Mutation(
+        "streams: a chunk of a copy is read before the device has filled it",
+        "core.comm.background_copies._empty",
+        r"filled\.synchronize\(\)",
+        "pass",
+        (f"{PROGRAMS_ON_STREAMS}copies_in_the_background_wait_for_what_is_queued",),
+    ),
+    Mutation(
         "streams: numbers are read before they are copied",
         "core.comm.lane.HostRead.wait",
         r"wait_for\(self\._event\)",

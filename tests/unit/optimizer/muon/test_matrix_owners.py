@@ -6,6 +6,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from core.base.module_protocol import FusedRows
 from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.optimizer.muon import matrices, matrix_owners, rule
+from core.optimizer.muon import matrices, matrix_owners
 from core.optimizer.param_groups import ParamKey
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
@@ -164,19 +165,10 @@ def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, 
 
 def _updates_of_micro_batches(wrapper: str, expected: dict[str, Tensor]) -> tuple[list[str], int]:
     model, optimizer = _run(wrapper, 1, {})
-    counted: list[Tensor] = []
-
-    def orthogonalize(matrix: Tensor, recipe: Any) -> Tensor:
-        counted.append(matrix)
-        return matrices.orthogonalize(matrix, recipe)
-
-    rule.orthogonalize = orthogonalize
-    try:
+    with mock.patch.object(matrices, "orthogonalize", side_effect=matrices.orthogonalize) as counted:
         train(model, optimizer, STEPS, micro_batches=2)
-    finally:
-        rule.orthogonalize = matrices.orthogonalize
     state = state_of(model, optimizer)
-    return [name for name, t in expected.items() if not torch.equal(t, whole(state[name]))], len(counted)
+    return [name for name, t in expected.items() if not torch.equal(t, whole(state[name]))], counted.call_count
 
 
 @pytest.mark.parametrize("wrapper", ["zero2", "fsdp2"])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.optimizer.muon.matrices import COEFFICIENTS, orthogonalize
+from core.optimizer.muon import matrices
+from core.optimizer.muon.matrices import COEFFICIENTS, orthogonalize, orthogonalize_all
 from core.optimizer.muon_recipe import PRESETS, MuonRecipe
 from core.transformer import TransformerConfig
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
@@ -52,6 +53,25 @@ def test_products_of_each_precision_are_near_double(device: str, precision: Any,
         off = (found.cpu().double() - expected).norm() / expected.norm()
         assert off <= TOLERANCES[precision], shape
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_a_matrix_has_the_same_bits_in_any_chunk(device: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """Of which ranks own which matrices nothing depends on. Chunks have 4 of these matrices, and the last one 3."""
+    monkeypatch.setattr(matrices, "_CHUNKED_ON", [device])
+    monkeypatch.setattr(matrices, "_CHUNK_ELEMENTS", 4 * 12 * 20)
+    generator, recipe = torch.Generator().manual_seed(3), PRESETS["moonlight"]
+    updates = {index: torch.randn(shape, generator=generator).to(device) for index in range(7)}
+    updates[9] = torch.randn(7, 70, generator=generator).to(device)  # of another shape, and one chunk
+    found = orthogonalize_all(updates, recipe)
+    assert found.keys() == updates.keys()
+    for index, update in updates.items():
+        assert torch.equal(found[index], orthogonalize_all({index: update}, recipe)[index])
+        expected = _in_double(update.cpu(), recipe)
+        assert (found[index].cpu().double() - expected).norm() <= TOLERANCES["medium"] * expected.norm()
+    backwards = dict(reversed(updates.items()))
+    assert all(map(torch.equal, orthogonalize_all(backwards, recipe).values(), reversed(found.values())))
 
 
 def _joined(device: str) -> AbstractContextManager[None]:
