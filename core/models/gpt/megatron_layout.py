@@ -1,11 +1,11 @@
-"""Reads weights of GPTs from Megatron-LM's ``torch_dist`` checkpoints into any layout, without running their pickles.
+"""Reads the weights of GPTs in Megatron-LM's checkpoints into any layout, running no pickle, and writes them there.
 
-Such a checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list) and files
-of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of shape
-`[layers, rows, columns]`, or numbered. Experts are likewise stacked, ``mlp.experts.experts.linear_fc1.weight`` of
-shape `[layers, experts, rows, columns]`, or each has tensors of its own. Queries, keys and values are fused as here,
-group by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer Engine's
-fused layers, or their own.
+A ``torch_dist`` checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list)
+and files of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of
+shape `[layers, rows, columns]`, or numbered. Experts are likewise stacked, ``mlp.experts.experts.linear_fc1.weight``
+of shape `[layers, experts, rows, columns]`, or each has tensors of its own. Queries, keys and values are fused as
+here, group by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer
+Engine's fused layers, or their own.
 
 Everything else is ignored: the optimizer's state, whose layout follows Megatron's buffers, and pickles (``common.pt``
 with the arguments, random streams), which are never opened. The model is therefore known only by the shapes of its
@@ -15,19 +15,26 @@ tensors: the caller has to know activation, epsilon and rotation.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...base.errors import CheckpointError
+from ...base.files import sync_folder, write_durably
 from ...dist_checkpointing.agreement import Ranks
-from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
+from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors, load_foreign
 from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
-from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
+from ...dist_checkpointing.gathering import TensorStream
+from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, save_folder
+from .architecture import Architecture, architecture_of, base_state_dict, gpt_of, tensors_to_write
 from .expert_weights import dense_architecture, group_routers, upcycle_recipes
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
@@ -80,8 +87,108 @@ def load_megatron(
     if upcycle:
         recipes, targets = upcycle_recipes(ours, recipes, targets, upcycle)
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
+    others |= {name for name in index.tensors if (own := name.replace(*_NORM_OF_MLP)) != name and own in index.tensors}
     load_foreign(targets, recipes, index, checkpoint, ignored_names=others, process_group=process_group)
     group_routers(everything, upcycle, process_group)
+
+
+def save_megatron(
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Writes a GPT's weights as a ``torch_dist`` checkpoint for Megatron-LM's ``--load``, in a folder that appears
+    atomically.
+
+    It is a `release` there: training starts at iteration 0, with a new optimizer. Arguments, who writes, and errors
+    are those of `save_hugging_face`.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    architecture, ours = architecture_of(gpt_of(model)), tensors_to_write(model, "checkpoint of Megatron-LM's")
+    places, recipes = dict[str, tuple[str, tuple[int, ...]]](), list[Recipe]()
+    for recipe in _recipes(architecture, CheckpointIndex({}, {}), ""):
+        for twin in _under_all_names(architecture, recipe):
+            named = [(".".join([run.source, *map(str, run.source_index)]), run) for run in twin.runs]
+            places |= {name: (run.source, run.source_index) for name, run in named}
+            pieces = [replace(run, source=name, source_index=()) for name, run in named]
+            recipes.append(replace(twin, runs=tuple(pieces)))
+    stream = TensorStream(ours, foreign_tensors(recipes, ours), process_group, dtype=dtype, receivers=[0])
+    plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
+    stacks = {source: tuple(place + 1 for place in index) for source, index in places.values()}  # the last one's
+    tensors, stored = dict[str, Any](), dict[MetadataIndex, _StorageInfo]()
+
+    def write(path: Path, pieces: Mapping[str, torch.Tensor]) -> None:
+        with path.open("wb") as file:
+            for name, piece in pieces.items():
+                source, index = places[name]
+                inner, at, start = (0,) * piece.dim(), (1,) * len(index), file.tell()
+                torch.save(piece.reshape(*at, *piece.shape).clone(), file)  # a view would bring its whole storage
+                whole = TensorProperties(dtype=piece.dtype), torch.Size((*stacks[source], *piece.shape))
+                entry = tensors.setdefault(source, TensorStorageMetadata(*whole, []))
+                chunk = ChunkStorageMetadata(torch.Size((*index, *inner)), torch.Size((*at, *piece.shape)))
+                entry.chunks.append(chunk)
+                of = path.with_suffix(_SUFFIX).name, start, file.tell() - start
+                stored[MetadataIndex(source, chunk.offsets)] = _StorageInfo(*of)
+
+    def describe(into: Path) -> None:
+        files = [*into.iterdir()]
+        (checkpoint := into / "release").mkdir()
+        for path in files:
+            path.rename(checkpoint / path.with_suffix(_SUFFIX).name)
+        torch.save([None], checkpoint / _NO_STATE)
+        for source, index in places.values():
+            if (layer := _WITH_STATE.fullmatch(source)) is None:
+                continue
+            shard = ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, stacks[source] or (1,)))
+            for linear in (layer[1], layer[1].replace("linear_qkv", "core_attention")):
+                tensors[name := f"{linear}._extra_state/shard_{shard}"] = BytesStorageMetadata()
+                stored[MetadataIndex(name)] = _StorageInfo(_NO_STATE, 0, (checkpoint / _NO_STATE).stat().st_size)
+        torch.save(_COMMON, checkpoint / "common.pt")
+        (checkpoint / TORCH_INDEX_FILE).write_bytes(pickle.dumps(Metadata(tensors, storage_data=stored)))
+        write_durably(checkpoint / "metadata.json", '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        write_durably(into / POINTER_FILE, "release")
+        for path in checkpoint.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(checkpoint)
+
+    ranks, limit = Ranks(process_group), max_shard_bytes
+    save_folder(Path(folder), plan, iter(stream), describe, ranks, max_shard_bytes=limit, write=write)
+
+
+_SUFFIX = ".distcp"
+_NO_STATE = "__0_extra.distcp"
+_WITH_STATE = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
+"""Layers of Transformer Engine's that have a state in addition to their weights, which Megatron-LM looks for."""
+_COMMON = {
+    "checkpoint_version": 3.0,
+    "iteration": 0,
+    "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+}
+
+
+def _under_all_names(a: Architecture, recipe: Recipe) -> list[Recipe]:
+    """Returns a recipe, twice for the norm before experts: its own name, and that of a layer fused with it."""
+    if ".pre_mlp_layernorm." not in recipe.name or not a.has_experts(int(recipe.name.split(".")[2])):
+        return [recipe]
+    (run,) = recipe.runs
+    own = replace(run, source=run.source.replace(*_NORM_OF_MLP))
+    return [recipe, replace(recipe, runs=(own,))]
+
+
+_NORM_OF_MLP = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[Recipe]:
@@ -91,12 +198,13 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
     linear = ("weight", "bias") if a["add_bias_linear"] else ("weight",)
     qkv = ("weight", "bias") if a["add_bias_linear"] or a["add_qkv_bias"] else ("weight",)
 
-    yield _vocabulary(_WORDS, index, prefix)
+    is_numbered = isinstance(a.transformer.get("moe_layer_freq"), list)
+    yield _vocabulary(_WORDS, a, index, prefix)
     if a.position_embedding_type == "learned_absolute":
         name = "embedding.position_embeddings.weight"
         yield Recipe(name, (Run(prefix + name, a.max_sequence_length),))
     for layer in range(a["num_layers"]):
-        source = _Layer(layer, index, prefix)
+        source = _Layer(layer, index, prefix, is_numbered)
         for kind in norm:
             yield source.plain(f"input_layernorm.{kind}", hidden, f"self_attention.linear_qkv.layer_norm_{kind}")
             yield source.plain(f"pre_mlp_layernorm.{kind}", hidden, f"mlp.linear_fc1.layer_norm_{kind}")
@@ -126,24 +234,25 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
         name = f"decoder.final_layernorm.{kind}"
         yield Recipe(name, (Run(prefix + name, hidden),))
     if not a.ties_embeddings:
-        yield _vocabulary("output_layer.weight", index, prefix)
+        yield _vocabulary("output_layer.weight", a, index, prefix)
 
 
-def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
+def _vocabulary(name: str, a: Architecture, index: CheckpointIndex, prefix: str) -> Recipe:
     """Returns the recipe of a table padded to another multiple than ours: rows beyond theirs have no token."""
     entry = index.tensors.get(prefix + name)
-    return Recipe(name, (Run(prefix + name, entry.shape[0] if entry and entry.shape else 0),), padded=True)
+    return Recipe(name, (Run(prefix + name, entry.shape[0] if entry and entry.shape else a.vocab_size),), padded=True)
 
 
 class _Layer:
-    """Finds a layer's tensors, stacked with other layers' tensors or numbered."""
+    """Finds a layer's tensors, stacked with other layers' tensors or, as Megatron-LM writes unequal ones, numbered."""
 
-    def __init__(self, number: int, index: CheckpointIndex, prefix: str) -> None:
-        self.number, self.index, self.prefix = number, index, prefix
+    def __init__(self, number: int, index: CheckpointIndex, prefix: str, is_numbered: bool) -> None:
+        self.number, self.index, self.prefix, self.is_numbered = number, index, prefix, is_numbered
 
     def plain(self, name: str, rows: int, *others: str) -> Recipe:
-        """Returns the recipe of this layer's tensor `name`, which Megatron-LM stores as `name` or one of `others`."""
-        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([*others, name], rows))
+        """Returns the recipe of this layer's tensor `name`, which Megatron-LM stores as `name` or one of `others`. It
+        writes the last."""
+        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([name, *others], rows))
 
     def gated(self, name: str, rows: int) -> Recipe:
         """Returns the recipe of gate and up: ours alternate by row, theirs are halves of one tensor, or two
@@ -184,5 +293,6 @@ class _Layer:
             *((f"{self.prefix}decoder.layers.{self.number}.{name}", ()) for name in names),
             *((f"{self.prefix}decoder.layers.{name}", (self.number,)) for name in names),
         ]
-        # One that is not there is reported as missing.
-        return next((place for place in places if place[0] in self.index.tensors), places[-1])
+        # One that is not there is written, or reported as missing.
+        default = places[len(names) - 1 if self.is_numbered else -1]
+        return next((place for place in places if place[0] in self.index.tensors), default)
