@@ -7,8 +7,9 @@ of shape `[layers, experts, rows, columns]`, or each has tensors of its own. Que
 here, group by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer
 Engine's fused layers, or their own.
 
-Everything else is ignored: the optimizer's state, whose layout follows Megatron's buffers, and pickles (``common.pt``
-with the arguments, random streams), which are never opened. The model is therefore known only by the shapes of its
+An optimizer's moments have the names of their parameters after ``optimizer.state.<kind>.``, unless they follow
+Megatron-LM's buffers. Everything else is ignored: pickles (``common.pt`` with the arguments, random streams) are never
+opened here. The model is therefore known only by the shapes of its
 tensors: the caller has to know activation, epsilon and rotation.
 """
 
@@ -36,6 +37,7 @@ from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, save_folder
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of, tensors_to_write
 from .expert_weights import dense_architecture, group_routers, upcycle_recipes
+from .megatron_legacy import LEGACY_FILES, read_legacy_index
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -50,14 +52,17 @@ def find_megatron(folder: Path) -> Path | None:
         with pointer.open("rb") as file:
             target = file.read(64).decode("utf-8", errors="replace").strip()  # more is no name of its checkpoints
         folder = folder / (f"iter_{int(target):07d}" if target.isdecimal() else target)
-        if target != Path(target).name or not (folder / TORCH_INDEX_FILE).is_file():
+        if target != Path(target).name or not _holds_one(folder):
             raise CheckpointError(
-                f"{pointer} names {target!r}, and {folder} is no torch_dist checkpoint; save one with "
-                "--ckpt-format torch_dist"
+                f"{pointer} names {target!r}, and {folder} is no checkpoint of the formats torch_dist and torch; save "
+                "one with --ckpt-format torch_dist"
             )
         return folder
-    is_stock = (folder / TORCH_INDEX_FILE).is_file() and not (folder / INDEX_FILE).is_file()
-    return folder if is_stock else None
+    return folder if _holds_one(folder) and not (folder / INDEX_FILE).is_file() else None
+
+
+def _holds_one(folder: Path) -> bool:
+    return (folder / TORCH_INDEX_FILE).is_file() or any(folder.glob(LEGACY_FILES))
 
 
 def load_megatron(
@@ -65,31 +70,74 @@ def load_megatron(
     folder: str | os.PathLike[str],
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
+    optimizer: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
     upcycle: int = 0,
 ) -> None:
-    """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments as for `load_hugging_face`.
+    """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Other arguments as for `load_hugging_face`.
+
+    Args:
+        optimizer: `state_tensors` of an optimizer, whose moments are filled too; `targets` are then filled with the
+            checkpoint's fp32 masters, where it has them.
 
     Raises:
         CheckpointError: on all ranks, before anything is written: there is no such checkpoint, it is of another model,
-            or its index has entries that no description of tensors needs.
+            its index has entries that no description of tensors needs, or it has no moments by parameter.
     """
     gpt, ranks = gpt_of(model), Ranks(process_group)
     if (checkpoint := ranks.on_all(lambda: find_megatron(Path(folder)))) is None:
-        raise CheckpointError(f"{folder} holds no torch_dist checkpoint of Megatron-LM's")
-    index = ranks.on_all(lambda: read_index(checkpoint))
+        raise CheckpointError(
+            f"{folder} holds no torch_dist checkpoint of Megatron-LM's, and none of its format torch"
+        )
+    is_legacy = not (checkpoint / TORCH_INDEX_FILE).is_file()
+    index = ranks.on_all(
+        lambda: read_legacy_index(checkpoint, architecture_of(gpt)) if is_legacy else read_index(checkpoint)
+    )
     names = sorted((name for name in index.tensors if name.endswith(_WORDS)), key=len)  # before those of an optimizer
     if not names:
         raise CheckpointError(f"{checkpoint} has no {_WORDS}: it holds no GPT of Megatron-LM's")
     prefix = names[0].removesuffix(_WORDS)
-    ours, targets = architecture_of(gpt), targets or base_state_dict(gpt)
+    ours, targets, weights = architecture_of(gpt), targets or base_state_dict(gpt), set[str]()
     recipes, everything = [*_recipes(dense_architecture(ours, upcycle) if upcycle else ours, index, prefix)], targets
+    if optimizer is not None:
+        weights = {run.source for recipe in recipes for run in recipe.runs}  # masters take their place
+        recipes, targets = _with_moments(ours, index, prefix, recipes, targets, optimizer)
     if upcycle:
         recipes, targets = upcycle_recipes(ours, recipes, targets, upcycle)
-    others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
+    others = weights | {
+        name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))
+    }
     others |= {name for name in index.tensors if (own := name.replace(*_NORM_OF_MLP)) != name and own in index.tensors}
     load_foreign(targets, recipes, index, checkpoint, ignored_names=others, process_group=process_group)
     group_routers(everything, upcycle, process_group)
+
+
+def _with_moments(
+    a: Architecture,
+    index: CheckpointIndex,
+    prefix: str,
+    recipes: list[Recipe],
+    targets: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+) -> tuple[list[Recipe], Mapping[str, torch.Tensor]]:
+    """Returns recipes and targets with an optimizer's moments, and with masters in the place of weights."""
+    masters = {recipe.name: recipe for recipe in _recipes(a, index, f"{_STATE}fp32_param.{prefix}")}
+    is_there = {name: all(run.source in index.tensors for run in recipe.runs) for name, recipe in masters.items()}
+    recipes = [masters[recipe.name] if is_there[recipe.name] else recipe for recipe in recipes]
+    moments = {name: tensor for name, tensor in optimizer.items() if not name.startswith("master.")}
+    for kind in dict.fromkeys(name.partition(".")[0] for name in moments):
+        if not any(name.startswith(f"{_STATE}{kind}.") for name in index.tensors):
+            raise CheckpointError(
+                f"the checkpoint has no {_STATE}{kind} by parameter, as those of the format torch and of a "
+                "distributed optimizer; save with --dist-ckpt-optim-fully-reshardable, or take the weights alone by "
+                "--no-load-optim"
+            )
+        named = [(f"{kind}.{recipe.name}", recipe) for recipe in _recipes(a, index, f"{_STATE}{kind}.{prefix}")]
+        recipes += [replace(recipe, name=name) for name, recipe in named if name in moments]
+    return recipes, {**targets, **moments}
+
+
+_STATE = "optimizer.state."
 
 
 def save_megatron(
@@ -106,15 +154,8 @@ def save_megatron(
     It is a `release` there: training starts at iteration 0, with a new optimizer. Arguments, who writes, and errors
     are those of `save_hugging_face`.
     """
+    from torch.distributed.checkpoint import metadata as theirs
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
 
     architecture, ours = architecture_of(gpt_of(model)), tensors_to_write(model, "checkpoint of Megatron-LM's")
     places, recipes = dict[str, tuple[str, tuple[int, ...]]](), list[Recipe]()
@@ -127,7 +168,7 @@ def save_megatron(
     stream = TensorStream(ours, foreign_tensors(recipes, ours), process_group, dtype=dtype, receivers=[0])
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
     stacks = {source: tuple(place + 1 for place in index) for source, index in places.values()}  # the last one's
-    tensors, stored = dict[str, Any](), dict[MetadataIndex, _StorageInfo]()
+    tensors, stored = dict[str, Any](), dict[theirs.MetadataIndex, _StorageInfo]()
 
     def write(path: Path, pieces: Mapping[str, torch.Tensor]) -> None:
         with path.open("wb") as file:
@@ -135,12 +176,12 @@ def save_megatron(
                 source, index = places[name]
                 inner, at, start = (0,) * piece.dim(), (1,) * len(index), file.tell()
                 torch.save(piece.reshape(*at, *piece.shape).clone(), file)  # a view would bring its whole storage
-                whole = TensorProperties(dtype=piece.dtype), torch.Size((*stacks[source], *piece.shape))
-                entry = tensors.setdefault(source, TensorStorageMetadata(*whole, []))
-                chunk = ChunkStorageMetadata(torch.Size((*index, *inner)), torch.Size((*at, *piece.shape)))
+                whole = theirs.TensorProperties(dtype=piece.dtype), torch.Size((*stacks[source], *piece.shape))
+                entry = tensors.setdefault(source, theirs.TensorStorageMetadata(*whole, []))
+                chunk = theirs.ChunkStorageMetadata(torch.Size((*index, *inner)), torch.Size((*at, *piece.shape)))
                 entry.chunks.append(chunk)
                 of = path.with_suffix(_SUFFIX).name, start, file.tell() - start
-                stored[MetadataIndex(source, chunk.offsets)] = _StorageInfo(*of)
+                stored[theirs.MetadataIndex(source, chunk.offsets)] = _StorageInfo(*of)
 
     def describe(into: Path) -> None:
         files = [*into.iterdir()]
@@ -153,10 +194,12 @@ def save_megatron(
                 continue
             shard = ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, stacks[source] or (1,)))
             for linear in (layer[1], layer[1].replace("linear_qkv", "core_attention")):
-                tensors[name := f"{linear}._extra_state/shard_{shard}"] = BytesStorageMetadata()
-                stored[MetadataIndex(name)] = _StorageInfo(_NO_STATE, 0, (checkpoint / _NO_STATE).stat().st_size)
+                tensors[name := f"{linear}._extra_state/shard_{shard}"] = theirs.BytesStorageMetadata()
+                stored[theirs.MetadataIndex(name)] = _StorageInfo(
+                    _NO_STATE, 0, (checkpoint / _NO_STATE).stat().st_size
+                )
         torch.save(_COMMON, checkpoint / "common.pt")
-        (checkpoint / TORCH_INDEX_FILE).write_bytes(pickle.dumps(Metadata(tensors, storage_data=stored)))
+        (checkpoint / TORCH_INDEX_FILE).write_bytes(pickle.dumps(theirs.Metadata(tensors, storage_data=stored)))
         write_durably(checkpoint / "metadata.json", '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
         write_durably(into / POINTER_FILE, "release")
         for path in checkpoint.iterdir():

@@ -151,13 +151,13 @@ def test_other_padding_loads_and_other_model_is_refused(tmp_path: Path):
 
 
 def test_other_folders_are_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint of Megatron-LM's, and none"):
         load_megatron(build("llama"), tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(CheckpointError, match=r"names '7', and .*iter_0000007 is no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match=r"names '7', and .*iter_0000007 is no checkpoint of the formats"):
         load_megatron(build("llama"), tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
-    with pytest.raises(CheckpointError, match="elsewhere is no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match="elsewhere is no checkpoint of the formats torch_dist and torch"):
         load_megatron(build("llama"), tmp_path)
 
 
