@@ -54,7 +54,7 @@ class TorchArchive:
             raise CheckpointError(f"no archive of torch.save, or a damaged one ({brief(str(error))})") from None
 
     def tensor(self, value: Any) -> Place | None:
-        """Returns the place of a tensor in `root`; None for any other value."""
+        """Returns the place of a tensor in `root`, or None for any other value."""
         if not isinstance(value, Record) or not value.kind.startswith("_rebuild_"):
             return None
         try:
