@@ -58,20 +58,18 @@ class TorchArchive:
         if not isinstance(value, Record) or not value.kind.startswith("_rebuild_"):
             return None
         try:
-            return self._tensor(value)
+            if value.kind == "_rebuild_parameter":
+                return self.tensor(value.state[0])
+            (_, storage, key, *_), first, *rest = value.state
+            shape, strides = as_sizes(rest[0]), as_sizes(rest[1])
+            dtype: torch.dtype = rest[4] if value.kind == "_rebuild_tensor_v3" else STORAGES[storage.kind]
+            start, size = self._places[f"data/{key}"]
+            first, num_bytes = first * dtype.itemsize, math.prod(shape) * dtype.itemsize
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
             raise CheckpointError(f"it describes a tensor in a way of its own ({brief(str(error))})") from None
-
-    def _tensor(self, value: Record) -> Place | None:
-        if value.kind == "_rebuild_parameter":
-            return self.tensor(value.state[0])
-        (_, storage, key, *_), first, *rest = value.state
-        shape, strides = as_sizes(rest[0]), as_sizes(rest[1])
-        dtype = rest[4] if value.kind == "_rebuild_tensor_v3" else STORAGES[storage.kind]
-        start, size = self._places[f"data/{key}"]
-        first, num_bytes = first * dtype.itemsize, math.prod(shape) * dtype.itemsize
         rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        dense = all(stride == row or size == 1 for stride, row, size in zip(strides, rows, shape, strict=True))
+        dense = len(strides) == len(shape)
+        dense &= all(stride == row or size == 1 for stride, row, size in zip(strides, rows, shape, strict=False))
         expect(dense, f"a tensor of shape {list(shape)} is stored with the strides {list(strides)}")
         expect(is_size(first) and first + num_bytes <= size, "a tensor lies outside of its bytes")
         return dtype, shape, start + first, num_bytes

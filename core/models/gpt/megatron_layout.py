@@ -97,11 +97,12 @@ def load_megatron(
     if not names:
         raise CheckpointError(f"{checkpoint} has no {_WORDS}: it holds no GPT of Megatron-LM's")
     prefix = names[0].removesuffix(_WORDS)
-    ours, targets, weights = architecture_of(gpt), targets or base_state_dict(gpt), set[str]()
+    ours, targets = architecture_of(gpt), targets or base_state_dict(gpt)
     recipes, everything = [*_recipes(dense_architecture(ours, upcycle) if upcycle else ours, index, prefix)], targets
+    weights = {run.source for recipe in recipes for run in recipe.runs}  # masters may take their place
     if optimizer is not None:
-        weights = {run.source for recipe in recipes for run in recipe.runs}  # masters take their place
-        recipes, targets = _with_moments(ours, index, prefix, recipes, targets, optimizer)
+        moments = {name: tensor for name, tensor in optimizer.items() if not name.startswith("master.")}
+        recipes, targets = [*_with_moments(ours, index, prefix, recipes, moments)], {**targets, **moments}
     if upcycle:
         recipes, targets = upcycle_recipes(ours, recipes, targets, upcycle)
     others = weights | {
@@ -113,18 +114,12 @@ def load_megatron(
 
 
 def _with_moments(
-    a: Architecture,
-    index: CheckpointIndex,
-    prefix: str,
-    recipes: list[Recipe],
-    targets: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, torch.Tensor],
-) -> tuple[list[Recipe], Mapping[str, torch.Tensor]]:
-    """Returns recipes and targets with an optimizer's moments, and with masters in the place of weights."""
-    masters = {recipe.name: recipe for recipe in _recipes(a, index, f"{_STATE}fp32_param.{prefix}")}
-    is_there = {name: all(run.source in index.tensors for run in recipe.runs) for name, recipe in masters.items()}
-    recipes = [masters[recipe.name] if is_there[recipe.name] else recipe for recipe in recipes]
-    moments = {name: tensor for name, tensor in optimizer.items() if not name.startswith("master.")}
+    a: Architecture, index: CheckpointIndex, prefix: str, weights: list[Recipe], moments: Mapping[str, torch.Tensor]
+) -> Iterator[Recipe]:
+    """Yields the recipes of an optimizer's moments, and of masters where the checkpoint has some, else of weights."""
+    masters = _recipes(a, index, f"{_STATE}fp32_param.{prefix}")
+    for weight, master in zip(weights, masters, strict=True):
+        yield master if all(run.source in index.tensors for run in master.runs) else weight
     for kind in dict.fromkeys(name.partition(".")[0] for name in moments):
         if not any(name.startswith(f"{_STATE}{kind}.") for name in index.tensors):
             raise CheckpointError(
@@ -132,9 +127,9 @@ def _with_moments(
                 "distributed optimizer; save with --dist-ckpt-optim-fully-reshardable, or take the weights alone by "
                 "--no-load-optim"
             )
-        named = [(f"{kind}.{recipe.name}", recipe) for recipe in _recipes(a, index, f"{_STATE}{kind}.{prefix}")]
-        recipes += [replace(recipe, name=name) for name, recipe in named if name in moments]
-    return recipes, {**targets, **moments}
+        for recipe in _recipes(a, index, f"{_STATE}{kind}.{prefix}"):
+            if (name := f"{kind}.{recipe.name}") in moments:
+                yield replace(recipe, name=name)
 
 
 _STATE = "optimizer.state."
