@@ -120,7 +120,7 @@ def describe(checkpoint: Opened, *, expand: bool = False) -> str:
     if hashes and len(hashes) == len(weights):
         lines.append(f"  weights {joint_hash(hashes)}, the hash that a run logs with --log-weights-hash")
     if index.others:
-        lines.append(f"  {len(index.others)} entries that are no tensors, which are never read")
+        lines.append(f"  {len(index.others)} entries that are no tensors, which are not run")
     if index.metadata:
         lines += ["", *_metadata_lines(index.metadata)]
     lines += ["", *_tensor_lines(index.tensors, expand)]

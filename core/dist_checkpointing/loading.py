@@ -246,7 +246,7 @@ def _problems(
 ) -> list[str]:
     """Returns what keeps tensors of all ranks from being loaded, the same on each. Collective."""
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
-    unclaimed = (index.tensors.keys() | index.others) - state.keys() if strict else set[str]()
+    unclaimed = (index.tensors.keys() | index.others.keys()) - state.keys() if strict else set[str]()
     own = _mismatches(state, index) + (absent if strict else []), unclaimed, len(absent) == len(state)
     answers = ranks.all_gather(own)
     problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))

@@ -116,6 +116,7 @@ def save_folder(
     ranks: Ranks,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    write: Callable[[Path, dict[str, torch.Tensor]], None] | None = None,
 ) -> None:
     """Writes a model into a folder that appears atomically. Collective. The first rank writes.
 
@@ -128,12 +129,15 @@ def save_folder(
             after a failure too, because ranks may gather a tensor together.
         describe: adds what goes next to the tensors to the folder that it is given, on the first rank.
         max_shard_bytes: bytes of the tensors in one file, which exceeds them only for a single tensor.
+        write: writes the tensors of one file in another format; None means safetensors, with their index.
 
     Raises:
         CheckpointError: on all ranks, if it failed on one: the folder is not empty, a tensor is not what `plan` says,
             or a file cannot be written.
         MissingExtraError: the library is not installed; with several ranks, a CheckpointError that says so.
     """
+    if write is None:
+        ranks.on_all(_library)
     temporary = ranks.on_all(lambda: _begin_new_folder(folder) if ranks.is_first else folder)
     shards = in_buckets([(name, _bytes(*of)) for name, of in plan.items()], max_shard_bytes) or [[]]
     files = {_file_name(number, len(shards)): names for number, names in enumerate(shards)}
@@ -150,13 +154,13 @@ def save_folder(
                 failures.append(error)
                 shard.clear()
         if ranks.is_first and not failures:
-            failures += _write_file(temporary / file, shard)
+            failures += _attempt(write or _write_file, temporary / file, shard)
 
     def publish() -> None:
         for failure in failures:
             raise failure
         if ranks.is_first:
-            if len(files) > 1:
+            if len(files) > 1 and write is None:
                 places = {name: file for file, names in files.items() for name in names}
                 document = {"metadata": {"total_size": sum(_bytes(*of) for of in plan.values())}, "weight_map": places}
                 write_durably(temporary / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
@@ -178,14 +182,23 @@ def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequ
     return tensor.detach().cpu().contiguous()
 
 
-def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> list[Exception]:
-    """Returns the error that kept the file from being written, if any."""
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     library = _library()
     try:
         library.torch.save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
+    except library.SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _attempt(
+    write: Callable[[Path, dict[str, torch.Tensor]], None], path: Path, tensors: dict[str, torch.Tensor]
+) -> list[Exception]:
+    """Returns the error that kept the file from being written, if any."""
+    try:
+        write(path, tensors)
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-    except (OSError, library.SafetensorError) as error:
+    except OSError as error:
         return [CheckpointError(f"{path} cannot be written ({error}); make room, or choose another folder")]
     except Exception as error:  # raised on all ranks, which still gather tensors together
         return [error]
@@ -194,7 +207,6 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> list[Exception]
 
 def _begin_new_folder(folder: Path) -> Path:
     """Makes the temporary folder that `folder` is written in. Raises before tensors are gathered."""
-    _library()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty; choose another folder, or move it away")
     folders.discard(folder)  # of a call that was killed

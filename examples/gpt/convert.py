@@ -2,6 +2,7 @@
 
 convert.py --load runs/a --save my-model        # then AutoModelForCausalLM.from_pretrained("my-model")
 convert.py --load my-model --save runs/b        # then generate.py --load runs/b
+convert.py --load runs/a --save there --layout megatron    # then Megatron-LM's pretrain_gpt.py --load there
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shardstack.models.gpt import GPTModel
 from shardstack.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
 from shardstack.models.gpt.hf_config import Layout
 from shardstack.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
+from shardstack.models.gpt.megatron_layout import save_megatron
 from shardstack.tensor_parallel.groups import pad_vocab_size
 from shardstack.tokenizers import load_tokenizer
 from shardstack.training.checkpointing import TOKENIZER_FILE, save_tokenizer
@@ -44,18 +46,19 @@ def convert(
     *,
     load: Path,
     save: Path,
-    layout: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gpt2"] | None = None,
+    layout: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gpt2", "megatron"] | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     vocab_size: int | None = None,
     max_shard_gb: float = 5.0,
     verify_checkpoint: bool = True,
 ) -> None:
-    """Converts a run to a model of Hugging Face's, or back, depending on --load.
+    """Converts a run to a model of Hugging Face's, or back, depending on --load; or to weights for Megatron-LM.
 
     Args:
         load: Folder of a run, one of its checkpoints, or a model of Hugging Face's.
         save: Folder to write, new or empty.
-        layout: Hugging Face's kind of model to write; by default the one with the model's architecture.
+        layout: Hugging Face's kind of model to write; by default the one with the model's architecture. `megatron`
+            writes a torch_dist checkpoint for Megatron-LM.
         dtype: Dtype of the weights to write for Hugging Face; by default float32.
         vocab_size: Rows of the vocabulary to write; by default all, with the padding.
         max_shard_gb: Largest file to write for Hugging Face, in 10^9 bytes.
@@ -63,6 +66,15 @@ def convert(
     """
     if max_shard_gb <= 0:
         raise ConfigError(f"--max-shard-gb is {max_shard_gb}; it takes a positive number")
+    if layout == "megatron" and not is_hugging_face(load):
+        if vocab_size is not None:
+            raise ConfigError("--vocab-size is about Hugging Face's models; Megatron-LM takes any padding: drop it")
+        checkpoint = find_checkpoint(load)
+        _, model = load_run_model(checkpoint, verify=verify_checkpoint, report=print)
+        bytes_of_file = int(max_shard_gb * 1e9)
+        save_megatron(model, save, dtype=dtype and getattr(torch, dtype), max_shard_bytes=bytes_of_file)
+        print(f"{checkpoint} is {save} now: Megatron-LM's pretrain_gpt.py --load {save} --ckpt-format torch_dist")
+        return
     if not is_hugging_face(load):
         checkpoint = run_to_hugging_face(
             load,

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from bigram import bigram_validation_loss
-from pretrained import load_pretrained
+from pretrained import continue_megatron, load_pretrained
 from run_data import find_corpus, find_tokenizer
 from run_folder import begin_or_continue, check_output_folders, run_folder_held, run_folder_named, say
 from sampling import SamplingConfig, generate_tokens, stream_text
@@ -27,6 +27,7 @@ from shardstack.base.device import current_device
 from shardstack.base.errors import ConfigError
 from shardstack.base.module_protocol import unwrap_model
 from shardstack.distributed import wrap_model
+from shardstack.models.gpt.megatron_layout import find_megatron
 from shardstack.optimizer import get_megatron_optimizer
 from shardstack.tokenizers import Tokenizer
 from shardstack.training.checkpointing import load_checkpoint
@@ -111,6 +112,8 @@ def pretrain(config: PretrainConfig) -> None:
     verify = config.checkpoint.verify_checkpoint
     if load_newest_copy(state, config) is not None:
         say(f"continuing from iteration {state.iteration} in memory")
+    elif config.checkpoint.load is not None and find_megatron(config.checkpoint.load) is not None:
+        say(continue_megatron(state, config, config.checkpoint.load))
     elif config.checkpoint.load is not None:
         say(load_checkpoint(state, config, config.checkpoint.load, fall_back=environment_restart_count() > 0))
     elif config.checkpoint.pretrained_checkpoint is not None:

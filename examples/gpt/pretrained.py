@@ -1,10 +1,11 @@
-"""Starts a run from weights alone: of a run's checkpoint, of Hugging Face, of Megatron-LM.
+"""Starts a run from weights alone: of a run's checkpoint, of Hugging Face, of Megatron-LM; continues the last one's.
 
 Each rank reads only its part of each tensor, under any wrapper.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardstack.dist_checkpointing.agreement import Ranks
 from shardstack.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from shardstack.dist_checkpointing.format.folders import existing_folder
 from shardstack.dist_checkpointing.format.reader import read_index
+from shardstack.dist_checkpointing.format.torch_archive import TorchArchive
 from shardstack.dist_checkpointing.good_checkpoints import another_offered, find_checkpoint
 from shardstack.models.gpt import GPTModel
 from shardstack.models.gpt.architecture import (
@@ -33,6 +35,8 @@ from shardstack.models.gpt.architecture import (
 from shardstack.models.gpt.expert_weights import dense_architecture, group_routers, upcycle_recipes
 from shardstack.models.gpt.hugging_face import load_hugging_face, read_hf_config
 from shardstack.models.gpt.megatron_layout import find_megatron, load_megatron
+from shardstack.models.gpt.megatron_legacy import LEGACY_FILES
+from shardstack.training.config import PretrainConfig
 from shardstack.training.state import TrainingState, check_is_run
 from shardstack.transformer.lora import is_adapter
 from shardstack.transformer.transformer_config import TransformerConfig
@@ -57,12 +61,8 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, 
     Raises:
         CheckpointError: the folder is none of these, damaged, of another model, or has LoRA adapters.
     """
-    optimizer = state.optimizer.state_tensors()
-    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
-    models = [unwrap_model(stage) for stage in state.chunks]
+    models, targets = weights_of(state)
     model = models[0]
-    # Load fp32 masters instead of the parameters that are rounded from them, as in a checkpoint.
-    targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(models).items()}
     line = NO_HASHES.format(folder)
     if is_hugging_face(folder):
         load_hugging_face(model, folder, targets=targets, upcycle=upcycle)
@@ -77,6 +77,76 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, 
         line = lines[0]
     state.optimizer.load_state_scalars(state.optimizer.state_scalars())  # writes the masters into the parameters
     return line
+
+
+def weights_of(state: TrainingState) -> tuple[list[torch.nn.Module], dict[str, torch.Tensor]]:
+    """Returns the stages of a run, and the tensors to load weights into: fp32 masters in the place of parameters that
+    are rounded from them."""
+    optimizer = state.optimizer.state_tensors()
+    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
+    models = [unwrap_model(stage) for stage in state.chunks]
+    return models, {name: masters.get(name, tensor) for name, tensor in base_state_dict(models).items()}
+
+
+def continue_megatron(state: TrainingState, config: PretrainConfig, folder: Path) -> str:
+    """Continues a run of Megatron-LM's in place, with its optimizer and schedule unless `config` says otherwise.
+
+    All ranks call it. Samples go on at the same number in this program's order; random streams start anew.
+
+    Args:
+        folder: of the run, or one of its checkpoints of the format torch_dist. Of the format torch weights alone.
+
+    Returns:
+        A line that names where it goes on.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or schedule, damaged, or has its moments in another layout.
+    """
+    ranks, takes_all = Ranks(), config.checkpoint.load_optim
+    models, targets = weights_of(state)
+    moments = state.optimizer.state_tensors() if takes_all else None
+    load_megatron(models[0], folder, targets=targets, optimizer=moments)
+    saved = ranks.on_all(lambda: _progress(folder, takes_all))
+    scalars = state.optimizer.state_scalars()
+    if takes_all:
+        scalars = {name: value for name, value in scalars.items() if name not in ("without_state", "numbers")}
+        scalars |= {"step": saved["step"], "step_of": {}, "grad_scaler": saved["scale"]}
+        unit = 1 if config.counts_samples else saved["batch"]
+        schedule = saved["schedule"].items()
+        state.scheduler.load_state_dict({k: v // unit if k.endswith("_steps") else v for k, v in schedule})
+    state.optimizer.load_state_scalars(scalars, with_groups=False)
+    state.iteration, state.consumed_samples = saved["iteration"], saved["samples"]
+    return f"continuing Megatron-LM's {folder} from iteration {state.iteration}; {NO_HASHES.format('it')}"
+
+
+def _progress(folder: Path, takes_all: bool) -> dict[str, Any]:
+    """Returns how far a run of Megatron-LM's is, from its pickle, which is not run."""
+    checkpoint = find_megatron(folder) or folder
+    path, piece = next(checkpoint.glob(LEGACY_FILES), checkpoint / "common.pt"), None
+    try:
+        if not path.is_file():
+            piece = read_index(checkpoint).others["common_state/shard_0_1"]
+            path = checkpoint / piece.file
+        with path.open("rb") as file:
+            file.seek(piece.start if piece else 0)
+            archive = TorchArchive(io.BytesIO(file.read(piece.num_bytes)) if piece else file)
+            root = archive.root[0] if isinstance(archive.root, list) else archive.root
+            arguments = getattr(root.get("args"), "state", {})
+            found = {"iteration": int(root["iteration"]), "samples": int(arguments.get("consumed_train_samples", 0))}
+            if takes_all and "optimizer" in root:
+                states = root["optimizer"]
+                first = states if {"optimizer", "param_groups"} & states.keys() else next(iter(states.values()))
+                inner = first.get("optimizer", first)
+                step = inner.get("state", {}).get("common_step", inner["param_groups"][0].get("step", 0))
+                scale = {name: archive.number(value) for name, value in first.get("grad_scaler", {}).items()}
+                found |= {"step": int(archive.number(step)), "scale": scale}
+                found |= {"schedule": dict(root["opt_param_scheduler"]), "batch": int(arguments["global_batch_size"])}
+            return found
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration, OSError) as error:
+        raise CheckpointError(
+            f"{checkpoint} does not say how far its run is ({type(error).__name__}: {brief(str(error))}); start from "
+            "its weights by --pretrained-checkpoint"
+        ) from None
 
 
 def load_run_weights(

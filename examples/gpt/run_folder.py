@@ -21,6 +21,7 @@ from shardstack.dist_checkpointing import latest_checkpoint
 from shardstack.dist_checkpointing.agreement import Ranks
 from shardstack.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
 from shardstack.dist_checkpointing.good_checkpoints import find_checkpoint, is_checkpoint
+from shardstack.models.gpt.megatron_layout import find_megatron
 from shardstack.training.config import PretrainConfig
 from shardstack.training.launch.entry import environment_restart_count
 from shardstack.training.launch.messages import RUN_STARTED
@@ -44,7 +45,7 @@ def run_folder_named(config: PretrainConfig) -> Iterator[PretrainConfig]:
         ConfigError: on all ranks: --load has no checkpoint, or no folder can be made.
     """
     save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None and load is not None:
+    if save is None and load is not None and find_megatron(load) is None:
         find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
         save = load.parent if is_checkpoint(load) else load
     is_new = save is None

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from core.models.gpt import GPTModel
+from core.models.gpt.megatron_layout import load_megatron, save_megatron
+from core.transformer.transformer_config import TransformerConfig
 from tests.unit._program import REPOSITORY, program_environment
 from tests.unit._quick import needs
 
@@ -130,3 +133,19 @@ def test_a_checkpoint_continues_with_the_same_digits(tmp_path: Path, saves: str,
     for number in (4, 6):
         assert found[number][0] == pytest.approx(expected[number][0], rel=1e-6)
         assert found[number][1] == pytest.approx(expected[number][1], abs=1.1e-3)
+
+
+def test_a_converted_checkpoint_trains_on_with_the_same_digits(tmp_path: Path) -> None:
+    _run("", f"--save {tmp_path / 'run'} --save-interval 3", iterations=3)
+    own = GPTModel(
+        TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4),
+        vocab_size=128,
+        max_sequence_length=32,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=True,
+    )
+    load_megatron(own, tmp_path / "run")
+    save_megatron(own, tmp_path / "there")
+    _, expected = _run("", f"--load {tmp_path / 'run'} --finetune", iterations=3)
+    _, found = _run("", f"--load {tmp_path / 'there'}", iterations=3)
+    assert found == expected and sorted(found) == [1, 2, 3]

@@ -31,7 +31,8 @@ tensors in safetensors files, found by name."""
 _MAX_DIMS = 64
 """The limit of torch and numpy."""
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_FILE_NAME = re.compile(r"(mp_rank_[0-9_]+/)?[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+"""A file in the folder, or of one of Megatron-LM's ranks."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class CheckpointIndex:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The metadata given to ``save``."""
     encoding: Encoding = "raw"
-    others: frozenset[str] = frozenset()
-    """Entries that are not tensors, which only torch's own writer makes. They are never read."""
+    others: dict[str, Piece | None] = field(default_factory=dict)
+    """Entries that are not tensors, which only torch's own writer makes, with the place of their bytes if the index
+    gives one. No pickle in them is run."""
 
     def check(self) -> None:
         """Raises CheckpointError on the first entry that contradicts another."""
@@ -96,6 +98,8 @@ class CheckpointIndex:
             expect(size >= 0, f"file {brief(name)} has the size {size}")
         for name, entry in self.tensors.items():
             self._check_tensor(name, entry)
+        for piece in filter(None, self.others.values()):
+            expect(_FILE_NAME.fullmatch(piece.file) is not None, f"{brief(piece.file)} is no name of a file there")
 
     def _check_tensor(self, name: str, entry: TensorEntry) -> None:
         where = f"tensor {brief(name)} of shape {brief(list(entry.shape))}"

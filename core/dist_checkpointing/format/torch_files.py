@@ -55,19 +55,22 @@ def read_torch_index(path: Path) -> CheckpointIndex:
     """Returns the checked index of a ``torch.distributed.checkpoint`` checkpoint, from its ``.metadata`` pickle."""
     root = _load_inert(read_file(path, PICKLE_BYTES))
     places = _table(_field(root, "Metadata", "storage_data"))
-    infos: dict[tuple[str, tuple[int, ...]], _Record] = {}
+    infos: dict[tuple[str, tuple[int, ...]], Record] = {}
+    bytes_of: dict[str, Piece] = {}
     for key, info in places.items():
         name, offset = _field(key, "MetadataIndex", "fqn"), _field(key, "MetadataIndex", "offset")
         expect(isinstance(name, str), f"a piece belongs to {brief(name)}")
-        if offset is not None:
+        if offset is None:
+            bytes_of[name] = _piece(name, info, (), ())
+        else:
             infos[name, _torch_size(offset)] = info
     tensors: dict[str, TensorEntry] = {}
-    others = set()
+    others = dict[str, Piece | None]()
     num_pieces = 0
     for name, entry in _table(_field(root, "Metadata", "state_dict_metadata")).items():
         expect(isinstance(name, str), f"an entry has the name {brief(name)}")
         if getattr(entry, "kind", "") == "BytesStorageMetadata":
-            others.add(name)
+            others[name] = bytes_of.get(name)
         else:
             tensors[name] = _torch_tensor(name, entry, infos)
             num_pieces += len(tensors[name].pieces)
@@ -75,12 +78,12 @@ def read_torch_index(path: Path) -> CheckpointIndex:
     file_bytes: dict[str, int] = {}
     for piece in (piece for entry in tensors.values() for piece in entry.pieces):
         file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
-    index = CheckpointIndex(tensors, file_bytes, encoding="torch.save", others=frozenset(others))
+    index = CheckpointIndex(tensors, file_bytes, encoding="torch.save", others=others)
     index.check()
     return index
 
 
-def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]], _Record]) -> TensorEntry:
+def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]], Record]) -> TensorEntry:
     properties = getattr(_field(entry, "TensorStorageMetadata", "properties"), "state", None)
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     expect(isinstance(dtype, torch.dtype), f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
@@ -94,18 +97,21 @@ def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]]
         if 0 in sizes:  # a rank without rows
             continue
         expect((name, offsets) in infos, f"tensor {brief(name)} has a piece at {list(offsets)} that is stored nowhere")
-        info = infos[name, offsets]
-        file, start, num_bytes = (_field(info, "_StorageInfo", key) for key in ("relative_path", "offset", "length"))
-        has_types = isinstance(file, str) and is_size(start) and is_size(num_bytes)
-        expect(has_types, f"tensor {brief(name)} has a piece at no place in a file")
-        expect(info.get("transform_descriptors") is None, f"tensor {brief(name)} is stored through a stream transform")
-        pieces.append(Piece(offsets, sizes, file, start, num_bytes))
+        pieces.append(_piece(name, infos[name, offsets], offsets, sizes))
     shape = _torch_size(_field(entry, "TensorStorageMetadata", "size"))
     return TensorEntry(dtype, shape, tuple(pieces))  # type: ignore[arg-type]  # checked above
 
 
+def _piece(name: str, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+    file, start, num_bytes = (_field(info, "_StorageInfo", key) for key in ("relative_path", "offset", "length"))
+    has_types = isinstance(file, str) and is_size(start) and is_size(num_bytes)
+    expect(has_types, f"tensor {brief(name)} has a piece at no place in a file")
+    expect(info.get("transform_descriptors") is None, f"tensor {brief(name)} is stored through a stream transform")
+    return Piece(offsets, sizes, file, start, num_bytes)
+
+
 def _field(record: Any, kind: str, name: str) -> Any:
-    expect(isinstance(record, _Record) and record.kind == kind, f"a {kind} is missing")
+    expect(isinstance(record, Record) and record.kind == kind, f"a {kind} is missing")
     return record.get(name)
 
 
@@ -116,12 +122,12 @@ def _table(value: Any) -> dict[Any, Any]:
 
 
 def _torch_size(value: Any) -> tuple[int, ...]:
-    args = value.state if isinstance(value, _Record) and value.kind == "Size" else None
+    args = value.state if isinstance(value, Record) and value.kind == "Size" else None
     return as_sizes(args[0] if isinstance(args, tuple) and len(args) == 1 else None)
 
 
-class _Record:
-    """Replaces every class and function in ``.metadata``: stores its arguments and does nothing."""
+class Record:
+    """Replaces every class and function in a pickle: stores its arguments and does nothing."""
 
     kind = ""
     state: Any = None
@@ -144,8 +150,8 @@ def _load_inert(data: bytes) -> Any:
         CheckpointError: the pickle names something else, allocates too much, or is damaged.
     """
     try:
-        check_pickle(data, lambda module, name: _is_dtype(module, name) or _kind_of(module, name) is not None)
-        return _Unpickler(io.BytesIO(data)).load()
+        check_pickle(data, lambda module, name: is_dtype(module, name) or _kind_of(module, name) is not None)
+        return InertUnpickler(io.BytesIO(data)).load()
     except CheckpointError:
         raise
     except BoundsError as error:
@@ -154,37 +160,49 @@ def _load_inert(data: bytes) -> Any:
         raise CheckpointError(f"not readable ({type(error).__name__}: {brief(str(error))})") from None
 
 
-def _is_dtype(module: str, name: str) -> bool:
+def is_dtype(module: str, name: str) -> bool:
     return module == "torch" and name in DTYPES
 
 
-class _Unpickler(pickle.Unpickler):
+class InertUnpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
-        self._classes: dict[tuple[str, str], type[_Record]] = {}
+        self._classes: dict[tuple[str, str], type[Any]] = {}
         """Record classes by module and name, of this pickle alone: it can set attributes on the classes that it names.
         `find_class` adds them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if _is_dtype(module, name):
+        if is_dtype(module, name):
             return DTYPES[name]
         kind = _kind_of(module, name)
         if kind is None:
             raise CheckpointError(
                 f"it names {brief(f'{module}.{name}')}, which no description of tensors needs; nothing was run"
             )
+        return self.record_class(module, name, kind, Record)
+
+    def record_class(self, module: str, name: str, kind: str, base: type) -> Any:
         if (module, name) not in self._classes:
-            self._classes[module, name] = type(kind, (_Record,), {"kind": kind})
+            self._classes[module, name] = type(kind, (base,), {"kind": kind})
         return self._classes[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         raise CheckpointError("it refers to something outside of itself; nothing was run")
 
 
-_STORAGES = tuple(
-    f"{kind}Storage"
-    for kind in ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped"]
-)
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_STORAGES = (*STORAGES, "UntypedStorage")
 _ARCHIVED = {
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
     "torch": (*_STORAGES, *DTYPES),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...base.errors import CheckpointError
+from ...base.module_protocol import settle_parameters
 from ...dist_checkpointing.model_state import stages_state_dict
 from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
@@ -179,3 +180,23 @@ def base_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.T
     """Returns `stages_state_dict` of the GPT in a model, or in its pipeline stages, without LoRA adapters' tensors."""
     stages = [gpt_of(stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
     return {name: tensor for name, tensor in stages_state_dict(stages).items() if not is_adapter(name)}
+
+
+def tensors_to_write(model: nn.Module | Sequence[nn.Module], kind: str) -> dict[str, torch.Tensor]:
+    """Returns `base_state_dict` once the last update has arrived.
+
+    Args:
+        kind: what the tensors are written as.
+
+    Raises:
+        CheckpointError: the model has LoRA adapters.
+    """
+    wrappers = [model] if isinstance(model, nn.Module) else model
+    settle_parameters(*wrappers)
+    ours = stages_state_dict([gpt_of(wrapper) for wrapper in wrappers])
+    if any(map(is_adapter, ours)):
+        raise CheckpointError(
+            f"the model has LoRA adapters, which a {kind} has no place for; merge them first "
+            "(shardstack.transformer.lora.merge_lora)"
+        )
+    return ours

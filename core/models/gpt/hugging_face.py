@@ -34,10 +34,8 @@ from ...base.files import BoundsError, read_json, write_durably
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors, load_foreign
 from ...dist_checkpointing.gathering import TensorStream
-from ...dist_checkpointing.model_state import stages_state_dict
 from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, read_safetensors_index, save_folder
-from ...transformer.lora import is_adapter
-from .architecture import Architecture, Layout, architecture_of, base_state_dict, gpt_of
+from .architecture import Architecture, Layout, architecture_of, base_state_dict, gpt_of, tensors_to_write
 from .expert_weights import dense_architecture, expert_recipes, group_routers, upcycle_recipes
 from .hf_config import architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
 
@@ -183,16 +181,7 @@ def save_hugging_face(
         raise CheckpointError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
     architecture = replace(architecture, vocab_size=vocab_size or architecture.vocab_size)
     recipes = hf_recipes(layout, architecture)
-    wrappers = [model] if isinstance(model, nn.Module) else model
-    for wrapper in wrappers:
-        if (engine := getattr(wrapper, "engine", None)) is not None:
-            engine.parameters.settle()  # waits for the last update
-    ours = stages_state_dict([gpt_of(wrapper) for wrapper in wrappers])
-    if any(map(is_adapter, ours)):
-        raise CheckpointError(
-            f"the model has LoRA adapters, which a {layout} has no place for; merge them first "
-            "(shardstack.transformer.lora.merge_lora)"
-        )
+    ours = tensors_to_write(model, layout)
     stream = TensorStream(ours, foreign_tensors(recipes, ours), process_group, dtype=dtype, receivers=[0])
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
 

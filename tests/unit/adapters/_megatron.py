@@ -80,7 +80,7 @@ def groups(pipeline: int = 1, tensor: int = 1, expert: int = 1) -> Iterator[None
 def build(tied: bool = False, *, pre_process: bool = True, post_process: bool = True, **fields: Any) -> nn.Module:
     """Builds a GPT of two layers, with the same weights on every rank."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -96,9 +96,13 @@ def build(tied: bool = False, *, pre_process: bool = True, post_process: bool = 
         transformer_impl="local",
         **fields,
     )
+    if "moe_layer_freq" in fields:  # layers differ
+        spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    else:
+        spec = get_gpt_layer_local_spec(fields.get("num_moe_experts"), qk_layernorm=fields.get("qk_layernorm", False))
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(fields.get("num_moe_experts"), qk_layernorm=fields.get("qk_layernorm", False)),
+        spec,
         VOCAB,
         SEQUENCE,
         parallel_output=True,

@@ -6,12 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
-from core.base.errors import CheckpointError
-from core.models.gpt.architecture import model_fields
+from core.base.errors import CheckpointError, ConfigError
+from core.models.gpt.architecture import architecture_of, model_fields
 from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
+from core.models.gpt.megatron_layout import load_megatron
 from core.training.config.arguments import parse_arguments
-from examples.gpt.convert import flags_of, run_from_hugging_face
+from core.training.config.build import build_config
+from examples.gpt.convert import convert, flags_of, run_from_hugging_face, save_weights, settings_of
 from tests.unit._program import load_program
 from tests.unit.models.gpt.test_hugging_face import KINDS, build
 
@@ -35,3 +38,14 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path):
     save_hugging_face(build("llama"), tmp_path / "hf")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         run_from_hugging_face(tmp_path / "hf", tmp_path)
+
+
+def test_a_run_becomes_weights_for_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = build("qwen3", vocab_size=64)
+    save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "run")
+    convert(load=tmp_path / "run", save=tmp_path / "there", layout="megatron")
+    assert f"pretrain_gpt.py --load {tmp_path / 'there'} --ckpt-format torch_dist" in capsys.readouterr().out
+    load_megatron(back := build("qwen3", vocab_size=64, seed=4), tmp_path / "there")
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="--vocab-size is about Hugging Face's models"):
+        convert(load=tmp_path / "run", save=tmp_path / "other", layout="megatron", vocab_size=48)

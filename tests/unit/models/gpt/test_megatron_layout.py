@@ -17,11 +17,12 @@ from core.base.errors import CheckpointError
 from core.dist_checkpointing import model_state_dict
 from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
 from core.models.gpt import GPTModel
-from core.models.gpt.megatron_layout import find_megatron, load_megatron
+from core.models.gpt.megatron_layout import find_megatron, load_megatron, save_megatron
+from core.transformer.lora import add_lora
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks
 from tests.unit.dist_checkpointing._pieces import Bomb
-from tests.unit.models.gpt.test_hugging_face import build
+from tests.unit.models.gpt.test_hugging_face import KINDS, build
 
 EACH_EXPERT = {
     "grouped": "mlp.experts.{name}{expert}",
@@ -150,13 +151,13 @@ def test_other_padding_loads_and_other_model_is_refused(tmp_path: Path):
 
 
 def test_other_folders_are_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint of Megatron-LM's, and none"):
         load_megatron(build("llama"), tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(CheckpointError, match=r"names '7', and .*iter_0000007 is no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match=r"names '7', and .*iter_0000007 is no checkpoint of the formats"):
         load_megatron(build("llama"), tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
-    with pytest.raises(CheckpointError, match="elsewhere is no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match="elsewhere is no checkpoint of the formats torch_dist and torch"):
         load_megatron(build("llama"), tmp_path)
 
 
@@ -181,6 +182,41 @@ def test_megatron_classes_in_index_are_inert(tmp_path: Path, monkeypatch: pytest
     back = build("llama", seed=4)
     load_megatron(back, folder)
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read_with_its_bits(kind: str, tmp_path: Path):
+    model = build(kind)
+    save_megatron(model, tmp_path / "theirs", max_shard_bytes=2000)
+    assert find_megatron(tmp_path / "theirs") == tmp_path / "theirs" / "release"
+    assert len([*(tmp_path / "theirs" / "release").glob("*.distcp")]) > 2
+    load_megatron(back := build(kind, seed=4, vocab_size=64), tmp_path / "theirs")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name][: len(tensor)], tensor), name
+    with pytest.raises(CheckpointError, match="theirs exists and is not empty"):
+        save_megatron(model, tmp_path / "theirs")
+
+
+def test_adapters_are_not_written(tmp_path: Path):
+    add_lora(model := build("gpt2"), 2)
+    with pytest.raises(CheckpointError, match="LoRA adapters, which a checkpoint of Megatron-LM's has no place for"):
+        save_megatron(model, tmp_path / "there")
+
+
+@on_ranks(2)
+def test_a_sharded_model_is_written(tmp_path: Path):
+    whole, problems = build("mixtral").state_dict(), []
+    for tp in (1, 2):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tp)
+        gpt = build("mixtral", tensor_model_parallel_size=tp)
+        load_megatron(gpt, tmp_path / "1") if tp == 2 else None
+        save_megatron(wrap_model(gpt, gpt.config, TorchFullyShardedDataParallelConfig()), tmp_path / str(tp))
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+        load_megatron(back := build("mixtral", seed=4), tmp_path / str(tp))
+        problems += [f"tp {tp}: {name}" for name, t in back.state_dict().items() if not torch.equal(t, whole[name])]
+    assert problems == [], problems
 
 
 @on_ranks(2)
