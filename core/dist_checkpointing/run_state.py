@@ -230,9 +230,9 @@ def save_training(
     metadata["training"] = {prefix: state.metadata() for prefix, state in states.items()}
     tensors = {prefix + name: tensor for prefix, state in states.items() for name, tensor in state.tensors().items()}
     metadata[FINITE] = all_finite(tensors, ranks)
-    streams = packed_rng_state()
-    metadata["rng_bytes"] = streams.numel()
-    tensors |= {name: of_first_rank(tensor) for name, tensor in kept.items()} | {_own_streams(ranks): streams}
+    streams = own_streams()
+    metadata["rng_bytes"] = sum(map(len, streams.values()))
+    tensors |= {name: of_first_rank(tensor) for name, tensor in kept.items()} | streams
     path = checkpoint_directory(folder, step)
     (save if saver is None else saver.save)(tensors, path, metadata=metadata, keep=keep)
     return path
@@ -282,16 +282,14 @@ def load_training(
     states = ranks.on_all(check)
     kept = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in index.tensors.items() if n.startswith(f"{_EXTRA}.")}
     tensors = {prefix + name: tensor for prefix, state in states.items() for name, tensor in state.tensors().items()}
-    streams = packed_rng_state()
-    continues = (saved["layout"], saved["rng_bytes"]) == (rank_layout(), streams.numel())
-    own_streams = {_own_streams(ranks): streams} if continues else {}
+    streams = own_streams(saved)
     with another_offered(found, ranks):
-        load(tensors | kept | own_streams, found, cast=True, optional="rng.")
+        load(tensors | kept | streams, found, cast=True, optional=STREAMS)
     for prefix, state in states.items():
         state.continue_from(saved["training"][prefix])
-    if continues:
-        set_packed_rng_state(streams)
-    elif ranks.is_first:
+    for state_of_all in streams.values():
+        set_packed_rng_state(state_of_all)
+    if not streams and ranks.is_first:
         warnings.warn(
             f"{found} was saved on {saved['layout']['ranks']} ranks, and here are {ranks.size}, or other degrees of "
             "model parallelism: random streams start anew; seed them by the step where dropout or data need them",
@@ -357,8 +355,19 @@ def rank_layout() -> dict[str, int]:
     return {"ranks": Ranks().size, **degrees}
 
 
-def _own_streams(ranks: Ranks) -> str:
-    return f"rng.rank{ranks.rank}"
+STREAMS = "rng."
+"""How names of the random streams of ranks begin in a checkpoint."""
+
+
+def own_streams(saved: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """Returns this rank's random streams by their name in a checkpoint.
+
+    Args:
+        saved: metadata of the checkpoint that they shall continue: there are none if it is of another layout of ranks.
+    """
+    streams = packed_rng_state()
+    is_of_others = saved is not None and (saved["layout"], saved["rng_bytes"]) != (rank_layout(), streams.numel())
+    return {} if is_of_others else {f"{STREAMS}rank{Ranks().rank}": streams}
 
 
 def _kind(scheduler: Any) -> str:

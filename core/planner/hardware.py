@@ -94,16 +94,14 @@ class Hardware:
         bandwidth = self.link_bandwidth
         if nodes > 1:
             bandwidth = min(bandwidth, ranks / nodes * self.network_bandwidth)
-        passes = 2 if collective.kind == "all-reduce" else 1
-        seconds = []
-        for base, link, network, share in _NCCL["ring"]:
-            latency = base + passes * ((ranks - nodes) * link + (nodes - 1) * network)
-            seconds.append(latency + collective.sent_bytes / (bandwidth * share))
+        steps, passes = {"ring": (ranks - nodes, nodes - 1)}, 1  # of messages inside a node, and between nodes
         if collective.kind == "all-reduce":
-            for base, link, network, share in _NCCL["tree"]:
-                latency = base + 2 * ((ranks / nodes - 1) * link + math.log2(nodes) * network)
-                seconds.append(latency + collective.sent_bytes / (bandwidth * share))
-        return min(seconds)
+            steps["tree"], passes = (ranks / nodes - 1, math.log2(nodes)), 2
+        return min(
+            base + passes * (inside * link + between * network) + collective.sent_bytes / (bandwidth * share)
+            for algorithm, (inside, between) in steps.items()
+            for base, link, network, share in _NCCL[algorithm]
+        )
 
     def crossing_bytes(self, collective: Transfer) -> int:
         """Returns how many of `Transfer.sent_bytes` leave the node, on average over the group's ranks.

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import dist_checkpointing
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
-from ..base.random_streams import packed_rng_state, set_packed_rng_state
+from ..base.random_streams import set_packed_rng_state
 from ..comm.record import recorded
 from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
 from ..dist_checkpointing.format.content_hash import joint_hash
@@ -27,14 +26,13 @@ from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.good_checkpoints import advice, another_offered, find_checkpoint, is_checkpoint, newest_good
 from ..dist_checkpointing.loading import held_hashes
 from ..dist_checkpointing.model_state import MODEL
-from ..dist_checkpointing.run_state import RunState, rank_layout
+from ..dist_checkpointing.run_state import STREAMS, RunState, own_streams, rank_layout
 from ..dist_checkpointing.saving import all_finite
 from ..tokenizers import Tokenizer
 from .config import PretrainConfig
 from .state import TrainingState, check_is_run, check_same_model, warn_of_another_order
 
 TOKENIZER_FILE = "tokenizer.json"
-_RNG_NAMES = "rng."
 _UNIT = "counts_samples"
 """Entry of the schedule's state: whether it counts samples. Without it, it counts iterations."""
 
@@ -60,9 +58,8 @@ def save_checkpoint(
 
 def run_state(state: TrainingState, config: PretrainConfig) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns all that a checkpoint holds of a run: the tensors of this rank, and the metadata."""
-    rng, tensors, settings = packed_rng_state(), state_tensors(state), config.checkpoint
-    if not settings.save_optim:
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    settings = config.checkpoint
+    tensors, streams = state_tensors(state, settings.save_optim), own_streams() if settings.save_rng else {}
     metadata = {
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
@@ -71,12 +68,12 @@ def run_state(state: TrainingState, config: PretrainConfig) -> tuple[dict[str, t
         "optimizer": state.optimizer.state_scalars() if settings.save_optim else {},
         "scheduler": state.scheduler.state_dict() | {_UNIT: config.counts_samples},
         "model_tensors": _of_all_stages([name for name in tensors if name.startswith(MODEL)]),
-        "rng_bytes": rng.numel() if settings.save_rng else 0,
+        "rng_bytes": sum(map(len, streams.values())),
         "layout": rank_layout(),
         "sample_order": dict(state.sample_order),
         SKIPPED: state.skipped_steps,
     }
-    return tensors | ({f"{_RNG_NAMES}rank{dist.get_rank()}": rng} if settings.save_rng else {}), metadata
+    return tensors | streams, metadata
 
 
 def load_checkpoint(
@@ -117,18 +114,13 @@ def load_checkpoint(
     check_same_model(metadata, state, config, folder)
     if metadata.get(FINITE) is False:
         raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
-    rng = packed_rng_state()
-    same_ranks = metadata["layout"] == rank_layout() and metadata["rng_bytes"] == rng.numel()
-    same_ranks = same_ranks and settings.load_rng
-    streams = {f"{_RNG_NAMES}rank{dist.get_rank()}": rng} if same_ranks else {}
+    streams = own_streams(metadata) if settings.load_rng else {}
     lines: list[str] = []
     with another_offered(folder, ranks):
-        targets, report = state_tensors(state) | streams, lines.append
-        if not settings.load_optim:
-            targets = {name: target for name, target in targets.items() if name.startswith((MODEL, _RNG_NAMES))}
-        verify, strict = settings.verify_checkpoint, settings.load_optim
+        targets, strict = state_tensors(state, settings.load_optim) | streams, settings.load_optim
+        verify, report = settings.verify_checkpoint, lines.append
         dist_checkpointing.load(
-            targets, folder, strict=strict, verify=verify, cast=True, report=report, optional=_RNG_NAMES
+            targets, folder, strict=strict, verify=verify, cast=True, report=report, optional=STREAMS
         )
     try:
         scalars = metadata["optimizer"] if settings.load_optim else state.optimizer.state_scalars()
@@ -148,8 +140,8 @@ def load_checkpoint(
         ) from None
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
     warn_of_another_order(metadata.get("sample_order", {}), state)
-    if same_ranks:
-        set_packed_rng_state(rng)
+    for streams_of_rank in streams.values():
+        set_packed_rng_state(streams_of_rank)
     return lines[0]
 
 
@@ -161,13 +153,13 @@ def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
 
 def weights_hash(state: TrainingState) -> str:
     """Returns the hash of the model's tensors in the checkpoint that the run would save now. Collective."""
-    weights = {name: tensor for name, tensor in state_tensors(state).items() if name.startswith(MODEL)}
-    return joint_hash(held_hashes(weights, Ranks()))
+    return joint_hash(held_hashes(state_tensors(state, with_optimizer=False), Ranks()))
 
 
-def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+def state_tensors(state: TrainingState, with_optimizer: bool = True) -> dict[str, torch.Tensor]:
     """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
-    return RunState(state.chunks, state.optimizer).tensors()
+    tensors = RunState(state.chunks, state.optimizer).tensors()
+    return {name: tensor for name, tensor in tensors.items() if with_optimizer or name.startswith(MODEL)}
 
 
 def _of_all_stages(names: list[str]) -> list[str]:

@@ -310,11 +310,10 @@ def from_json_value(hint: Any, value: Any) -> Any:
             return DTYPES[name]
         if hint is Path and text:
             return Path(text)
-        if (
-            hint is float and (text or type(value) in (int, float)) and fits_fp32(float(value))
-        ):  # YAML's 1e-3 is a text
-            return float(value)
-        if (type(value) is hint and hint is not float) or (origin is Literal and value in kinds):
+        if hint is float:  # YAML's 1e-3 is a text
+            if (text or type(value) in (int, float)) and fits_fp32(float(value)):
+                return float(value)
+        elif type(value) is hint or (origin is Literal and value in kinds):
             return value
     for kind in kinds if origin in (Union, UnionType) else ():
         with suppress(ValueError):

@@ -138,11 +138,8 @@ class _Launcher:
         if generation is None:
             raise RuntimeError("no generation was announced")
         names = {"RANK": generation.rank, "LOCAL_RANK": generation.local_rank, "WORLD_SIZE": generation.world_size}
-        names |= {
-            GENERATION: generation.number,
-            "LOCAL_WORLD_SIZE": generation.local_world_size,
-            "TORCHELASTIC_RESTART_COUNT": generation.number,
-        }
+        names |= {"LOCAL_WORLD_SIZE": generation.local_world_size}
+        names |= dict.fromkeys((GENERATION, "TORCHELASTIC_RESTART_COUNT"), generation.number)
         os.environ.update({name: str(value) for name, value in names.items()})
         return generation
 

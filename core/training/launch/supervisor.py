@@ -79,9 +79,8 @@ class Worker:
 
     def why(self) -> str:
         if self.node.is_lost:
-            return f"node {self.node.number} was lost with its ranks" + (
-                f" ({self.node.why})" if self.node.why else ""
-            )
+            reason = f" ({self.node.why})" if self.node.why else ""
+            return f"node {self.node.number} was lost with its ranks{reason}"
         return self.killed_for or how_it_ended(self.rank or 0, self.process.poll() or 0)
 
 
