@@ -132,8 +132,16 @@ class _RankPool:
         self._collect(START_LIMIT_S, "starting")
 
     def is_fresh(self) -> bool:
-        """Returns whether the group works, which ranks see at the end of a job, and jobs have left few others."""
-        return all(p.is_alive() for p in self._processes) and _num_groups(self._processes[0].pid) <= _GROUPS_LEFT
+        """Waits for the end of the last job, which returned before its groups were destroyed.
+
+        Returns whether the group works, which ranks see there, and jobs have left few others.
+        """
+        if not all(process.is_alive() for process in self._processes):
+            return False
+        try:
+            return all(pipe.poll(START_LIMIT_S) and pipe.recv() <= _GROUPS_LEFT for pipe in self._pipes)
+        except (EOFError, OSError):  # a rank dies
+            return False
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> list[Any]:
         for pipe in self._pipes:
@@ -199,7 +207,7 @@ def close_pools() -> None:
         _POOLS.popitem()[1].close()
 
 
-def _num_groups(pid: int | None) -> int:
+def _num_groups(pid: int) -> int:
     """Returns how many of gloo's groups a process has, by their threads; 0 where the system does not say."""
     number = 0
     for name in Path(f"/proc/{pid}/task").glob("*/comm"):
@@ -243,6 +251,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str)
         pipe.send_bytes(pickle.dumps(answer))
         del fn, args, answer  # what they refer to would outlive the job
         _tear_down()
+        pipe.send(_num_groups(os.getpid()))  # `is_fresh` waits for it
         gc.freeze()  # what outlives the job, such as a library it imported: no later collection looks at it again
 
 

@@ -70,6 +70,26 @@ def test_processes_are_reused():
     assert run_distributed(_process_id, 2) == run_distributed(_process_id, 2)
 
 
+def _makes_groups_that_end() -> int:
+    for _ in range(2 * _spawn._GROUPS_LEFT):
+        dist.new_group()
+    return os.getpid()
+
+
+def _makes_groups_that_stay() -> int:
+    _kept.extend(dist.new_group() for _ in range(2 * _spawn._GROUPS_LEFT))
+    return os.getpid()
+
+
+_kept: list[Any] = []
+
+
+def test_ranks_are_replaced_only_for_groups_that_stay():
+    before = run_distributed(_makes_groups_that_end, 2)
+    assert run_distributed(_makes_groups_that_stay, 2) == before
+    assert set(run_distributed(_process_id, 2)).isdisjoint(before)
+
+
 def test_a_failing_rank_shows_its_traceback_and_is_replaced():
     before = run_distributed(_process_id, 2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1.*_fails_on_rank_1.*a planted failure"):
