@@ -37,7 +37,7 @@ with suppress(ImportError):  # a machine with a GPU may lack cyclopts
     core.training.config.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
 matplotlib.figure.Figure().subplots().figure.savefig(io.BytesIO())
 
-# Each takes a rank that uses it one or two seconds. Megatron-core brings torch's compiler, as units that are compiled do.
+# Each takes a rank that uses it one or two seconds. Megatron-core brings torch's compiler too, which units need.
 for name in ("transformers.trainer", "accelerate", "lightning.pytorch", "megatron.core.models.gpt"):
     with suppress(Exception), warnings.catch_warnings():  # of another version than ours, it may fail in any way
         warnings.simplefilter("ignore")
