@@ -23,8 +23,8 @@ class AwaitedMessage:
         group: whose time limit holds.
     """
 
-    def __init__(self, text: str, group: dist.ProcessGroup | None) -> None:
-        self.text, self._limit_s = text, group_time_limit(group or dist.group.WORLD).total_seconds()
+    def __init__(self, text: str, group: dist.ProcessGroup) -> None:
+        self.text, self._limit_s = text, group_time_limit(group).total_seconds()
         # The points before and behind the wait. The second is None until `end`.
         self._before: streams.Event = streams.record_event()
         self._behind: streams.Event | None = None

@@ -174,8 +174,9 @@ class Pipeline:
         """Takes down what the rank does now, and whether it waits for a neighbour."""
         if self._awaited is not None:
             self._awaited.end()
-        on_device = waits and streams.is_asynchronous(device.current_device()) and is_recording()
-        self._awaited = AwaitedMessage(doing, self._stages[0].group) if on_device else None
+        group, self._awaited = self._stages[0].group, None
+        if waits and group is not None and streams.is_asynchronous(device.current_device()) and is_recording():
+            self._awaited = AwaitedMessage(doing, group)
         self.doing, self.is_waiting = doing, waits
 
     def _explain(self, error: Exception) -> None:

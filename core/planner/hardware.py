@@ -94,7 +94,9 @@ class Hardware:
         bandwidth = self.link_bandwidth
         if nodes > 1:
             bandwidth = min(bandwidth, ranks / nodes * self.network_bandwidth)
-        steps, passes = {"ring": (ranks - nodes, nodes - 1)}, 1  # of messages inside a node, and between nodes
+        # Steps inside a node, and between nodes.
+        steps: dict[str, tuple[float, float]] = {"ring": (ranks - nodes, nodes - 1)}
+        passes = 1
         if collective.kind == "all-reduce":
             steps["tree"], passes = (ranks / nodes - 1, math.log2(nodes)), 2
         return min(

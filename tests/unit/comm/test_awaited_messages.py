@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from core.base.errors import OutOfStepError
 from core.comm import awaited_messages, record, streams
@@ -35,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 def test_the_message_that_the_device_waits_for_is_named(clock: Any):
-    first, second = (AwaitedMessage(f"message {number}", None) for number in (1, 2))
+    first, second = (AwaitedMessage(f"message {number}", dist.group.WORLD) for number in (1, 2))
     first.end()
     second.end()
     before_first, before_second, behind_first, _ = clock.events
@@ -47,12 +48,12 @@ def test_the_message_that_the_device_waits_for_is_named(clock: Any):
     enqueue("the loss", Event())  # behind it on the device
     with pytest.raises(OutOfStepError, match=r"^rank 1, message 2, and nothing came; look at that rank first$"):
         record.raise_if_late()
-    AwaitedMessage("message 3", None)
+    AwaitedMessage("message 3", dist.group.WORLD)
     assert first not in awaited_messages._messages and second in awaited_messages._messages
 
 
 def test_the_listener_writes_a_late_message_once(clock: Any, capsys: pytest.CaptureFixture[str]):
-    AwaitedMessage("message 1", None)
+    AwaitedMessage("message 1", dist.group.WORLD)
     clock.events[0].done = True
     listener = record._Listener()
     for passed in (0.0, 1772.0, 5.0, 5.0):
@@ -64,7 +65,7 @@ def test_the_listener_writes_a_late_message_once(clock: Any, capsys: pytest.Capt
 def test_a_stage_notes_the_message_that_its_device_waits_for(clock: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(streams, "is_asynchronous", lambda device: True)
     pipeline: Any = stages.Pipeline.__new__(stages.Pipeline)
-    pipeline._awaited, pipeline._stages = None, [mock.Mock(group=None)]
+    pipeline._awaited, pipeline._stages = None, [mock.Mock(group=dist.group.WORLD)]
     stage: Any = stages.Stage.__new__(stages.Stage)
     stage.pipeline, stage.chunk, stage.group = pipeline, mock.Mock(stage="pipeline stage 1 of 2"), None
     stage.stage_index_to_group_rank = {0: 0}
