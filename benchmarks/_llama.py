@@ -78,7 +78,10 @@ def model_flops(preset: Preset, *, causal: bool = True) -> int:
 
 
 def build_on_device(preset: Preset, config: Any, device: torch.device) -> torch.nn.Module:
-    """Builds the model in fp32 and draws its weights on the device: on one core of a CPU 3 B take minutes."""
+    """Builds the model in fp32 and draws its weights on the device: on one core of a CPU 3 B take minutes.
+
+    On meta, which has no values, draws none.
+    """
     from core.models.gpt import GPTModel
 
     with device:
@@ -89,6 +92,8 @@ def build_on_device(preset: Preset, config: Any, device: torch.device) -> torch.
             share_embeddings_and_output_weights=preset.is_tied,
             position_embedding_type="rope",
         )
+    if device.type == "meta":
+        return gpt
     generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for parameter in gpt.parameters():

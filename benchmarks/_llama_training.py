@@ -18,6 +18,28 @@ WRAPPERS = (*TORCHS, "ddp", "zero3", "fsdp2")
 LEARNING_RATE, DECAY, BETAS, CLIP = 1e-4, 0.1, (0.9, 0.95), 1.0
 
 
+def model_config(preset: Preset, fields: dict[str, Any]) -> Any:
+    """Returns the config of a preset's model: bf16, no biases and no dropout, unless `fields` say otherwise."""
+    from core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=preset.layers,
+        hidden_size=preset.hidden,
+        num_attention_heads=preset.heads,
+        num_query_groups=preset.groups,
+        ffn_hidden_size=preset.ffn,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func="silu",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        rotary_base=500_000.0,
+        perform_initialization=False,
+        **{"bf16": True} | fields,
+    )
+
+
 class Training:
     """A model, its optimizer, and micro-batches that repeat each step.
 
@@ -42,28 +64,12 @@ class Training:
         from core import parallel_state
         from core.base import device
         from core.rendezvous import default_group
-        from core.transformer import TransformerConfig
 
         default_group.init_process_group()
         if not parallel_state.is_initialized():
             parallel_state.initialize_model_parallel()
         self.device, self.preset = device.current_device(), preset
-        config = TransformerConfig(
-            num_layers=preset.layers,
-            hidden_size=preset.hidden,
-            num_attention_heads=preset.heads,
-            num_query_groups=preset.groups,
-            ffn_hidden_size=preset.ffn,
-            normalization="RMSNorm",
-            add_bias_linear=False,
-            gated_linear_unit=True,
-            activation_func="silu",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            rotary_base=500_000.0,
-            perform_initialization=False,
-            **{"bf16": True} | model_fields,
-        )
+        config = model_config(preset, model_fields)
         gpt = build_on_device(preset, config, self.device)
         self.parameters = sum(parameter.numel() for parameter in gpt.parameters())
         self.batches = make_batches(preset, self.device)

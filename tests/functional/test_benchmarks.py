@@ -39,6 +39,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "pipelines": (*ONCE, "--only", "memory"),
     "planner": ("--only", "21"),
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
+    "roofline": ("--presets", "small", "--devices", "h200", "--micro-batches", "1"),
     "run_log": ONCE,
     "trainers": ("adapters",),
     "two_checkouts": (str(REPOSITORY), "ZeRO-3, 128 tokens", *ONCE),
