@@ -131,9 +131,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the random streams of other ranks go on",
-        "core.dist_checkpointing.run_state.load_training",
-        r"\(saved\['layout'\], saved\['rng_bytes'\]\) == \(rank_layout\(\), streams\.numel\(\)\)",
-        "saved['rng_bytes'] == streams.numel()",
+        "core.dist_checkpointing.run_state.own_streams",
+        r"\(saved\['layout'\], saved\['rng_bytes'\]\) != \(rank_layout\(\), streams\.numel\(\)\)",
+        "saved['rng_bytes'] != streams.numel()",
         ("tests/unit/dist_checkpointing/test_run_state.py::test_random_streams_go_on_on_as_many_ranks",),
     ),
     Mutation(
