@@ -51,7 +51,7 @@ class AwaitedMessage:
 
 
 _messages: deque[AwaitedMessage] = deque(maxlen=4096)
-"""The oldest first. The main thread appends, and drops those that have come; the listener's thread looks at a copy."""
+"""The oldest first. The main thread appends, and drops those that have come. The listener's thread looks at a copy."""
 
 
 def late_message(margin_s: float) -> AwaitedMessage | None:

@@ -37,7 +37,7 @@ TESTED_IN = {
         ("pipeline_parallel/schedules.py", "pipeline_parallel/stages.py"), "../functional/test_pipelines.py"
     ),
     **{f"training/launch/{name}.py": "training/launch/test_nodes.py" for name in ("follower", "joining", "lines")},
-    **{f"training/launch/{name}.py": "training/launch/test_main.py" for name in ("generations", "messages")},
+    "training/launch/messages.py": "training/launch/test_main.py",
 }
 """Modules that are tested with what uses them, and where."""
 LIBRARY = ("comm", "dist_checkpointing", "distributed", "optimizer")

@@ -35,7 +35,9 @@ def _saved(run: Callable[[], Tensor]) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize(("name", "dtype"), product(["silu", "gelu", "gelu_tanh"], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(product(["silu", "gelu", "gelu_tanh"], [torch.float32, torch.bfloat16]))
+)
 def test_a_gated_activation_has_autograds_bits(name: str, dtype: torch.dtype):
     torch.manual_seed(0)
     hidden, grad = torch.randn(5, 3, 2 * FFN, dtype=dtype), torch.randn(5, 3, FFN, dtype=dtype)

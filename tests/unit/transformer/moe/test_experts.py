@@ -153,9 +153,7 @@ def _with_linears(layer):
         (torch.bfloat16, False, (9, 0), "looped"),
     ],
 )
-def test_experts_are_multiplied_in_one_call_where_a_gpu_has_a_kernel(
-    dtype, is_cuda, capability, expected, monkeypatch
-):
+def test_experts_are_one_call_where_a_gpu_has_a_kernel(dtype, is_cuda, capability, expected, monkeypatch):
     for name in ("grouped", "looped"):
         monkeypatch.setattr(module, f"{name}_matmul", lambda *unused, name=name: name)
     monkeypatch.setattr(module, "_capability", lambda device: capability)
