@@ -29,7 +29,7 @@ class BackgroundCopies:
 
     @staticmethod
     def begin(values: Iterable[Tensor]) -> streams.Event | None:
-        """Returns the point behind all that is queued, which `copy` waits for, or None where values are on the host."""
+        """Returns the point behind all that is queued, which `copy` waits for. None: all is on the host."""
         return streams.record_event() if any(streams.is_asynchronous(value.device) for value in values) else None
 
     def copy(self, targets: Sequence[Tensor], values: Sequence[Tensor], after: streams.Event | None) -> None:
