@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.device import current_device, is_on_gpu
+from ..base.device import current_device, split_by_place
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.lane import known_on_host
 from ..distributed.groups import is_expert_parameter
@@ -82,9 +82,9 @@ class GradientStatistics:
         device = current_device()
 
         def sums_of(part: _Part) -> Tensor:
-            shards = part.own_grads(grads)
-            sums = _sum_on_device([grad for grad in shards if is_on_gpu(grad)], count_zeros, device)
-            if on_host := [grad for grad in shards if not is_on_gpu(grad)]:
+            on_gpu, on_host = split_by_place(part.own_grads(grads))
+            sums = _sum_on_device(on_gpu, count_zeros, device)
+            if on_host:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
             return sums
 
@@ -124,7 +124,7 @@ class _Part:
 
     def own_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Returns the gradients that count here."""
-        return [grad for grad in (grads[i] for i in self.members) if grad is not None and grad.numel()]
+        return [grad for i in self.members if (grad := grads[i]) is not None and grad.numel()]
 
 
 def reduce_over_model(
@@ -175,7 +175,8 @@ def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
     numel = 0
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
     for grad in grads:
-        for chunk in grad.reshape(-1).split(CHUNK_ELEMENTS):
+        flat = grad.reshape(-1)
+        for chunk in flat.split(CHUNK_ELEMENTS) if flat.numel() > CHUNK_ELEMENTS else (flat,):
             double = buffer[: chunk.numel()].copy_(chunk)
             squares.append(torch.dot(double, double))
             if count_zeros:  # on CPU three times as fast as `count_nonzero`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,11 @@ class GradSlot:
     """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
     gradient sets it, or the wrapper when it is built. Never cleared."""
 
-    @property
-    def main_grad_dtype(self) -> torch.dtype:
-        """Dtype of ``param.main_grad``."""
-        return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
+    main_grad_dtype: torch.dtype = field(init=False)
+    """Dtype of ``param.main_grad``."""
+
+    def __post_init__(self) -> None:
+        self.main_grad_dtype = torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
 
     @property
     def has_gradient(self) -> bool:
@@ -204,16 +205,9 @@ class GradSlot:
 
     def complete(self) -> None:
         """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
-        memory = self.param.main_grad = self.memory()  # type: ignore[attr-defined]
         if not self.counts:
-            memory.zero_()
-        self.counts, self.borrower = True, None
+            self.zero()
         if self.accumulator is not None:
             if self.view is None:
                 self.allocate()
             self.view.copy_(self.accumulator)  # type: ignore[union-attr]
-
-    def take_reduced(self) -> None:
-        """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""
-        if self.accumulator is not None and self.view is not None:
-            self.accumulator.copy_(self.view)
