@@ -174,10 +174,13 @@ def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
     others: list[Tensor] = []
     numel = 0
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
+    views: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # of the buffer, flat and in the shape of a chunk
     for grad in grads:
-        flat = grad.reshape(-1)
-        for chunk in flat.split(CHUNK_ELEMENTS) if flat.numel() > CHUNK_ELEMENTS else (flat,):
-            double = buffer[: chunk.numel()].copy_(chunk)
+        for chunk in (grad,) if grad.numel() <= CHUNK_ELEMENTS else grad.reshape(-1).split(CHUNK_ELEMENTS):
+            if chunk.shape not in views:
+                views[chunk.shape] = (flat := buffer[: chunk.numel()]), flat.view(chunk.shape)
+            double, shaped = views[chunk.shape]
+            shaped.copy_(chunk)
             squares.append(torch.dot(double, double))
             if count_zeros:  # on CPU three times as fast as `count_nonzero`
                 torch.ne(double, 0.0, out=double)

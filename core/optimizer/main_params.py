@@ -90,7 +90,8 @@ class MainParam:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        return local_part(grad).detach()
+        grad = local_part(grad)
+        return grad.detach() if grad.requires_grad else grad
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Returns the groups whose ranks share the parameter's update.

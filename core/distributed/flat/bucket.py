@@ -62,6 +62,8 @@ class BucketMemory:
         self.sums = PartialSums()
         # This rank's part of `whole`, unless that is released; fixed.
         self._part: Tensor | None = None
+        # The parts of `shard` that `shard_of` was asked for. Dropped with `separate_shard`.
+        self._parts_of_shard: dict[GradSlot, Tensor] = {}
         if buffer.grad_data is not None:
             self._hold(buffer.grad_data[plan.layout.start : plan.layout.end])
             self._part = self.whole.chunk(buffer.plan.num_shards)[rank]  # type: ignore[attr-defined]
@@ -80,6 +82,18 @@ class BucketMemory:
             length, dtype = self._plan.elements // self.buffer.plan.num_shards, self.buffer.kind.shard_grad_dtype
             self.separate_shard = self.buffer.zeros_for_shards(length, dtype)
         return self.separate_shard
+
+    def shard_of(self, slot: GradSlot) -> Tensor:
+        """Returns the part of `shard` that is of one parameter."""
+        part = self._parts_of_shard.get(slot)
+        if part is None:
+            part = self._parts_of_shard[slot] = self.shard[slice(*slot.kept)]
+        return part
+
+    def _drop_shard(self) -> None:
+        if self.separate_shard is not None:
+            self.separate_shard = None
+            self._parts_of_shard.clear()
 
     @property
     def accumulators(self) -> list[Tensor]:
@@ -125,7 +139,7 @@ class BucketMemory:
     def clear(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
         self.sums.clear()
-        self.separate_shard = None
+        self._drop_shard()
         if self.releases:
             self.whole = None
         for slot in self.slots:
@@ -142,7 +156,7 @@ class BucketMemory:
         """
         if is_shard:
             self.sums.set_aside(self.shard, additions)
-            self.separate_shard = None
+            self._drop_shard()
             return
         whole, memory, in_use = self.complete(), self.buffer.grad_memory, None
         if self.releases:

@@ -249,7 +249,7 @@ class FlatGradients(Gradients):
         bucket, slot = place
         if not (bucket.has_reduced and self.shown.has_gradient(parameter)):
             return None
-        return bucket.grads.shard[slice(*slot.kept)]
+        return bucket.grads.shard_of(slot)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for bucket in self._buckets for tensor in (bucket.grads.shard, *bucket.grads.accumulators)]
