@@ -8,7 +8,7 @@ uses a GPU that it was not assigned.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -75,13 +75,6 @@ CPU_STANDS_FOR_GPU: Seam[bool] = Seam(False)
 def is_on_gpu(tensor: Tensor) -> bool:
     """Returns whether code should choose what suits a GPU: large pieces, and shapes that depend on no values."""
     return tensor.is_cuda or CPU_STANDS_FOR_GPU.value
-
-
-def split_by_place(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the tensors for which `is_on_gpu` is true, and the others."""
-    if CPU_STANDS_FOR_GPU.value:
-        return [*tensors], []
-    return [tensor for tensor in tensors if tensor.is_cuda], [tensor for tensor in tensors if not tensor.is_cuda]
 
 
 def set_backend_defaults() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.device import current_device, split_by_place
+from ..base.device import current_device, is_on_gpu
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.lane import known_on_host
 from ..distributed.groups import is_expert_parameter
@@ -82,9 +82,10 @@ class GradientStatistics:
         device = current_device()
 
         def sums_of(part: _Part) -> Tensor:
-            on_gpu, on_host = split_by_place(part.own_grads(grads))
-            sums = _sum_on_device(on_gpu, count_zeros, device)
-            if on_host:
+            shards = part.own_grads(grads)
+            gpus = {place for place, grad in {grad.device: grad for grad in shards}.items() if is_on_gpu(grad)}
+            sums = _sum_on_device([grad for grad in shards if grad.device in gpus], count_zeros, device)
+            if on_host := [grad for grad in shards if grad.device not in gpus]:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
             return sums
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,10 @@ class GradSlot:
     """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
     gradient sets it, or the wrapper when it is built. Never cleared."""
 
-    main_grad_dtype: torch.dtype = field(init=False)
-    """Dtype of ``param.main_grad``."""
-
-    def __post_init__(self) -> None:
-        self.main_grad_dtype = torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
+    @property
+    def main_grad_dtype(self) -> torch.dtype:
+        """Dtype of ``param.main_grad``."""
+        return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
 
     @property
     def has_gradient(self) -> bool:

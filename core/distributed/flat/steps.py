@@ -184,12 +184,9 @@ class ShownGradients:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
         """
         with without_waiting():
-            new_gradients = [
-                (bucket, slot, slot.param.grad)
-                for bucket, slot in self._places
-                if slot.param.grad is not None and not shows_main_grad(slot.param)
-            ]
-        for bucket, slot, gradient in new_gradients:
+            places = [(bucket, slot, grad) for bucket, slot in self._places if (grad := slot.param.grad) is not None]
+            written = [place for place in places if not shows_main_grad(place[1].param)]
+        for bucket, slot, gradient in written:
             _check_may_replace(bucket, slot.name)
             slot.take_back()
             slot.counts = False

@@ -48,13 +48,6 @@ MUTATIONS = (
         (f"{_GUARDS}/test_changed_models.py::test_a_replaced_parameter_is_named_at_the_next_sync",),
     ),
     Mutation(
-        "a model is looked at once, and not where it has changed",
-        "core.base.module_protocol.ModelContents.have_changed",
-        r"return .*",
-        "return not self._modules",
-        (f"{_GUARDS}/test_changed_models.py::test_a_replaced_parameter_is_named_at_the_next_sync",),
-    ),
-    Mutation(
         "the first gradient is not scaled",
         "core.distributed.data_parallel_base._scale",
         r"_foreach_mul_\(gradients",
