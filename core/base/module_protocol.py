@@ -55,6 +55,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -161,6 +162,40 @@ def rank_dependence(model: nn.Module) -> str:
 def counting_modules(model: nn.Module) -> list[CountsInStep]:
     """Returns the modules of a model that count during a step."""
     return [cast(CountsInStep, module) for module in model.modules() if _of_class(module, "use_step_sums", None)]
+
+
+def tensor_parallel_groups(model: nn.Module) -> set[ProcessGroup]:
+    """Returns the groups of the layers of a model that tensor-parallel ranks share."""
+    groups = {group for module in model.modules() if (group := getattr(module, "tp_group", None))}
+    return {group for group in groups if isinstance(group, ProcessGroup) and group.size() > 1}
+
+
+class ModelContents:
+    """What a model held when a check of it passed: modules, parameters, and which of these are trained.
+
+    A check of every step walks through the model again only where this has changed. Torch's `named_parameters` makes
+    some ten calls for each parameter, and a comparison makes none.
+    """
+
+    def __init__(self) -> None:
+        # `note` sets both. Whoever checks a model keeps its parameters, so that no other one gets the address of one.
+        self._modules: list[nn.Module] = []
+        self._noted: list[int] = []
+
+    def note(self, model: nn.Module) -> None:
+        """Notes what the model holds now."""
+        self._modules = list(model.modules())
+        self._noted = self._look()
+
+    def have_changed(self) -> bool:
+        """Returns whether the model holds something else than at the last `note`, or there was none."""
+        return not self._modules or self._noted != self._look()
+
+    def _look(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = [each for module in self._modules for each in module._parameters.values() if each is not None]
+            children = [child for module in self._modules for child in module._modules.values()]
+            return [*map(id, parameters), *map(id, children), *[each.requires_grad for each in parameters]]
 
 
 def set_gradient_rows(model: nn.Module, adds_rows: bool) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import ConfigError, ShardstackError
-from ..base.module_protocol import counting_modules, unwrap_model
+from ..base.module_protocol import counting_modules, tensor_parallel_groups, unwrap_model
 from ..base.parameters import is_packed
 from ..process_groups_config import ProcessGroupCollection
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
@@ -129,8 +129,9 @@ class _BaseDataParallel(_WrappedParameters):
         # them that have stepped since gradients were zeroed: `zero_grad_buffer` clears them.
         self.optimizers: WeakSet[Any] = WeakSet()
         self.stepped_optimizers: WeakSet[Any] = WeakSet()
-        # What the model has of `CountsInStep`. Each step uses it, because looking for them takes long.
-        self.counting_modules = counting_modules(module)
+        # What the model has of `CountsInStep`, and the groups of its layers. Each step uses them, because looking for
+        # them takes long.
+        self.counting_modules, self.tensor_parallel_groups = counting_modules(module), tensor_parallel_groups(module)
 
     def _set_engine(self, engine: Engine, *, lives_with_module: bool = False) -> None:
         """Takes the engine, lets optimizers find it at its parameters, and puts the last hooks around units.

@@ -195,8 +195,5 @@ def _tensor_parallel_group(
     """Returns the group of the caller, else the one group of the layers, else the wrapper's, else None."""
     if tp_group is not None:
         return tp_group
-    groups = {group for chunk in model for module in chunk.modules() if (group := getattr(module, "tp_group", None))}
-    of_layers = [group for group in groups if isinstance(group, dist.ProcessGroup) and group.size() > 1]
-    if len(of_layers) == 1:
-        return of_layers[0]
-    return model[0].plan.groups.model.tp
+    of_layers = {group for chunk in model for group in chunk.tensor_parallel_groups}
+    return of_layers.pop() if len(of_layers) == 1 else model[0].plan.groups.model.tp

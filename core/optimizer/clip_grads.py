@@ -83,8 +83,9 @@ class GradientStatistics:
 
         def sums_of(part: _Part) -> Tensor:
             shards = part.own_grads(grads)
-            sums = _sum_on_device([grad for grad in shards if is_on_gpu(grad)], count_zeros, device)
-            if on_host := [grad for grad in shards if not is_on_gpu(grad)]:
+            gpus = {place for place, grad in {grad.device: grad for grad in shards}.items() if is_on_gpu(grad)}
+            sums = _sum_on_device([grad for grad in shards if grad.device in gpus], count_zeros, device)
+            if on_host := [grad for grad in shards if grad.device not in gpus]:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
             return sums
 
@@ -124,7 +125,7 @@ class _Part:
 
     def own_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Returns the gradients that count here."""
-        return [grad for grad in (grads[i] for i in self.members) if grad is not None and grad.numel()]
+        return [grad for i in self.members if (grad := grads[i]) is not None and grad.numel()]
 
 
 def reduce_over_model(
@@ -174,9 +175,13 @@ def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
     others: list[Tensor] = []
     numel = 0
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
+    views: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # of the buffer, flat and in the shape of a chunk
     for grad in grads:
-        for chunk in grad.reshape(-1).split(CHUNK_ELEMENTS):
-            double = buffer[: chunk.numel()].copy_(chunk)
+        for chunk in (grad,) if grad.numel() <= CHUNK_ELEMENTS else grad.reshape(-1).split(CHUNK_ELEMENTS):
+            if chunk.shape not in views:
+                views[chunk.shape] = (flat := buffer[: chunk.numel()]), flat.view(chunk.shape)
+            double, shaped = views[chunk.shape]
+            shaped.copy_(chunk)
             squares.append(torch.dot(double, double))
             if count_zeros:  # on CPU three times as fast as `count_nonzero`
                 torch.ne(double, 0.0, out=double)

@@ -58,6 +58,9 @@ class MainParam:
     while the parameter keeps its storage, which `check_storage` checks. The optimizer owns a master's memory. ``grad``
     is set only during the update: `MegatronOptimizer._update` sets and clears it."""
 
+    is_low_precision: bool = field(init=False)
+    """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master. Fixed."""
+
     _address: int = field(init=False)
     """Address of this rank's part of the parameter when `main` was created. Fixed. `check_storage` compares it."""
 
@@ -72,13 +75,9 @@ class MainParam:
             raise OptimizerError(
                 f"parameter {self.name} is on the meta device; materialise the model before its optimizer is built"
             )
+        self.is_low_precision = local.dtype in LOW_PRECISION
         self.main = local.detach().float() if self.is_low_precision and self.has_master else local.detach()
         self._address = local_part(self.param).data_ptr()
-
-    @property
-    def is_low_precision(self) -> bool:
-        """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master."""
-        return self.local().dtype in LOW_PRECISION
 
     def local(self) -> Tensor:
         """Returns this rank's part of the parameter, sharing its storage."""
@@ -91,7 +90,8 @@ class MainParam:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        return local_part(grad).detach()
+        grad = local_part(grad)
+        return grad.detach() if grad.requires_grad else grad
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Returns the groups whose ranks share the parameter's update.

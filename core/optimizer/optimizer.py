@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
-from ..base.module_protocol import unwrap_model
+from ..base.module_protocol import ModelContents, unwrap_model
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.engine.engine import owner_of
 from ..distributed.step import Phase
@@ -85,6 +85,8 @@ class MegatronOptimizer(OptimizerState):
         # Parameters whose storage is checked here, because their wrappers' guards do not.
         checking = [wrapper for wrapper in self._wrappers if wrapper.engine.places]
         self._checked_here = [p for p in self._params if owner_of(p.param) not in checking]
+        # What each model held when a check of it last passed.
+        self._contents = [(chunk, ModelContents()) for chunk in self._chunks]
         # Whether the norm stays in double, instead of being rounded to fp32.
         self._is_double = bool(self._params) and all(p.main.dtype == torch.float64 for p in self._params)
 
@@ -201,8 +203,10 @@ class MegatronOptimizer(OptimizerState):
         for wrapper in self._wrappers:
             wrapper.check_step(type(self).__name__)
             wrapper.stepped_optimizers.add(self)
-        for chunk in self._chunks:
-            _check_updated(chunk, getattr(self.rule, "left_out", ()))
+        for chunk, contents in self._contents:
+            if contents.have_changed():
+                _check_updated(chunk, getattr(self.rule, "left_out", ()))
+                contents.note(chunk)
         for p in self._checked_here:
             p.check_storage()
 

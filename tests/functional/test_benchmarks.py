@@ -1,4 +1,5 @@
-"""Benchmarks run, each in the least time that its arguments allow; what they measure then is not looked at."""
+"""Benchmarks run, each in the least time that its arguments allow. Of what they measure then only the counts of the
+host's work are looked at."""
 
 from __future__ import annotations
 
@@ -51,6 +52,32 @@ NEEDS = {"accelerate_trainer": "accelerate", "lightning_strategies": "lightning"
 
 def test_every_benchmark_is_here():
     assert LEAST.keys() == {path.stem for path in FOLDER.glob("[a-z]*.py")}
+
+
+ROW = r"^(\S.*?)  +((?:\d+ +){2}\d+)$"
+"""A row of the table: its name and three counts."""
+ABOVE_BARE = {"DDP": (320, 75), "ZeRO-1": (355, 75), "ZeRO-3": (500, 75)}
+"""The most calls of Python and the most dispatches of a layer's share of a step, above those of the bare model."""
+FSDP2_OF_TORCH = 1.15
+"""The most calls of Python under FSDP2, of those of bare `fully_shard`, most of which are torch's in both."""
+
+
+def test_the_hosts_work_for_a_layer_does_not_grow(tmp_path: Path):
+    rows = ("bare", "fully_shard", *ABOVE_BARE, "FSDP2")
+    table = subprocess.run(
+        [sys.executable, FOLDER / "host_work.py", *rows, "--history", tmp_path / "history.jsonl"],
+        cwd=tmp_path,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    ).stdout
+    counts = {row: [int(number) for number in numbers.split()] for row, numbers in re.findall(ROW, table, re.M)}
+    bare_calls, _, bare_dispatches = counts["bare"]
+    for row, (calls, dispatches) in ABOVE_BARE.items():
+        assert counts[row][0] <= bare_calls + calls and counts[row][2] <= bare_dispatches + dispatches, table
+    assert counts["FSDP2"][0] <= FSDP2_OF_TORCH * counts["fully_shard"][0], table
 
 
 @pytest.mark.long

@@ -33,8 +33,11 @@ def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     set it to since, also None. Where dtypes differ it is a tensor that cannot be read, in the place of ``main_grad``.
     """
     gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    is_shown = getattr(mark_of(parameter), "shows_gradients", False) and not is_unreadable(parameter.grad)
-    return parameter.grad if gradient is None or is_shown else gradient
+    shown = parameter.grad
+    if gradient is None or gradient is shown:
+        return shown
+    counts = getattr(mark_of(parameter), "shows_gradients", False) and not is_unreadable(shown)
+    return shown if counts else gradient
 
 
 # ---- ``param.grad`` of gradients that are sharded, or in another dtype: a tensor that raises when it is read. With

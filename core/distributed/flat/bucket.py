@@ -62,6 +62,8 @@ class BucketMemory:
         self.sums = PartialSums()
         # This rank's part of `whole`, unless that is released; fixed.
         self._part: Tensor | None = None
+        # The parts of `shard` that `shard_of` was asked for. Dropped with `separate_shard`.
+        self._parts_of_shard: dict[GradSlot, Tensor] = {}
         if buffer.grad_data is not None:
             self._hold(buffer.grad_data[plan.layout.start : plan.layout.end])
             self._part = self.whole.chunk(buffer.plan.num_shards)[rank]  # type: ignore[attr-defined]
@@ -80,6 +82,18 @@ class BucketMemory:
             length, dtype = self._plan.elements // self.buffer.plan.num_shards, self.buffer.kind.shard_grad_dtype
             self.separate_shard = self.buffer.zeros_for_shards(length, dtype)
         return self.separate_shard
+
+    def shard_of(self, slot: GradSlot) -> Tensor:
+        """Returns the part of `shard` that is of one parameter."""
+        part = self._parts_of_shard.get(slot)
+        if part is None:
+            part = self._parts_of_shard[slot] = self.shard[slice(*slot.kept)]
+        return part
+
+    def _drop_shard(self) -> None:
+        if self.separate_shard is not None:
+            self.separate_shard = None
+            self._parts_of_shard.clear()
 
     @property
     def accumulators(self) -> list[Tensor]:
@@ -105,8 +119,16 @@ class BucketMemory:
     def complete(self) -> Tensor:
         """Returns the whole gradient `[numel]`, with zeros where no gradient has arrived. Sets every ``main_grad``."""
         for slot in self.slots:
-            slot.complete()
+            slot.borrower = None
+            if slot.accumulates_in_fp32 or not slot.counts:
+                slot.complete()
         return self.whole  # type: ignore[return-value]
+
+    def take_reduced(self) -> None:
+        """Copies reduced gradients into every ``main_grad`` that is not a view of `whole`."""
+        for slot in self.slots:
+            if slot.accumulator is not None and slot.view is not None:
+                slot.accumulator.copy_(slot.view)
 
     def zero_for_layers(self) -> None:
         """Zeros ``main_grad`` for layers that add into it themselves."""
@@ -117,7 +139,7 @@ class BucketMemory:
     def clear(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
         self.sums.clear()
-        self.separate_shard = None
+        self._drop_shard()
         if self.releases:
             self.whole = None
         for slot in self.slots:
@@ -134,7 +156,7 @@ class BucketMemory:
         """
         if is_shard:
             self.sums.set_aside(self.shard, additions)
-            self.separate_shard = None
+            self._drop_shard()
             return
         whole, memory, in_use = self.complete(), self.buffer.grad_memory, None
         if self.releases:
@@ -193,10 +215,10 @@ class Bucket(PlacedParams):
         self._reduces_each = reduction.plan.settings.reduce_every_micro_batch
         if self.tree is not None and plan.is_trained:
             self.tree.register(self._set_aside)
-        # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
+        # Places whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
         # `clear_grads` clear.
-        self._ready_params: set[nn.Parameter] = set()
-        # Parameters that `_ready_params` waits for: the trainable ones, counted at the bucket's first gradient of each
+        self._ready: set[GradSlot] = set()
+        # How many `_ready` waits for: those of trainable parameters, counted at the bucket's first gradient of each
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(self.slots)
         # A reduction in the lane: set by `start_grad_sync`, cleared by `wait_for_grads`.
@@ -267,18 +289,18 @@ class Bucket(PlacedParams):
             )
         return True
 
-    def note_grad_ready(self, param: nn.Parameter) -> None:
-        """Notes that this backward has finished the parameter's gradient."""
-        if not self._ready_params:
+    def note_grad_ready(self, slot: GradSlot) -> None:
+        """Notes that this backward has finished the gradient of a place."""
+        if not self._ready:
             self._num_awaited = len([slot for slot in self.slots if slot.param.requires_grad])
-        self._ready_params.add(param)
+        self._ready.add(slot)
 
     @property
     def is_complete(self) -> bool:
         """Whether this backward has finished the gradients of all parameters that are trainable now."""
-        if not self._ready_params:
+        if not self._ready:
             return not any(slot.param.requires_grad for slot in self.slots)
-        return len(self._ready_params) >= self._num_awaited
+        return len(self._ready) >= self._num_awaited
 
     def open_again(self, without_gradient: Sequence[GradSlot]) -> None:
         """Lets a backward add to reduced gradients, which start from zero for the slots `without_gradient`."""
@@ -313,7 +335,7 @@ class Bucket(PlacedParams):
             self._lane.run(run)
             self.wait_for_grads()
         self.has_left, self.has_reduced, self.is_whole = True, True, False
-        self._ready_params.clear()
+        self._ready.clear()
 
     def wait_for_grads(self) -> None:
         """Waits for a running reduction, and returns the memory that it has read."""
@@ -349,8 +371,7 @@ class Bucket(PlacedParams):
             self.grads.add_sums(self.grads.shard)
         if force_all_reduce:
             self.gather_grads()
-        for slot in self.slots:
-            slot.take_reduced()
+        self.grads.take_reduced()
 
     def gather_grads(self) -> None:
         """Makes the whole gradient global, once this rank's shard is final."""
@@ -359,12 +380,11 @@ class Bucket(PlacedParams):
             gather = partial(collectives.all_gather, whole, self.grads.shard, group)
             self._lane.run(partial(gather, what=f"the gradients of {self.name}"))
             self.is_whole = True
-            for slot in self.slots:
-                slot.take_reduced()
+            self.grads.take_reduced()
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
         self.abandon_reduction()
-        self._ready_params.clear()
+        self._ready.clear()
         self.has_left = self.has_reduced = self.is_whole = False
         self.grads.clear()

@@ -153,18 +153,19 @@ class FlatGradients(Gradients):
         """
         plan, self._is_sharded = self.plan, not self.plan.is_replicated
         self._buckets, self._parameters = buckets, parameters
-        self._place_of = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._places = [(bucket, slot) for bucket in buckets for slot in bucket.slots]
+        self._place_of = {slot.param: (bucket, slot) for bucket, slot in self._places}
         # Sends buckets and knows which have left; `_drop` and `reopen` restart it.
         self._schedule = ReductionSchedule(buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
-        self.shown = ShownGradients(self._place_of, self._is_sharded)
+        self.shown = ShownGradients(self._places, self._is_sharded)
         take = _weakly(self._take, plan.caller)
-        for param, (bucket, slot) in self._place_of.items():
-            param.has_buffer = True  # type: ignore[attr-defined]
-            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(take)
+        for index, (bucket, slot) in enumerate(self._places):
+            param: Any = slot.param
+            param.has_buffer, param.grad_added_to_main_grad = True, False
+            param.register_post_accumulate_grad_hook(partial(take, index))
             if plan.settings.lend_gradients:
-                param.lend_gradient_memory = partial(bucket.lend, slot)  # type: ignore[attr-defined]
+                param.lend_gradient_memory = partial(bucket.lend, slot)
             slot.is_written_by_layer = plan.settings.layers_add_gradients
         # The parameters whose gradient `zero` clears; a model that was changed since is refused before a step.
         self._managed = [param for _, param in managed_parameters(self.module)]
@@ -175,8 +176,11 @@ class FlatGradients(Gradients):
             for bucket in self._buckets:
                 bucket.buffer.grad_memory.keep_all(self.tree.sets_whole_gradients_aside)
 
-    def _take(self, param: nn.Parameter) -> None:
+    def _take(self, index: int, param: Any) -> None:
         """Takes a parameter's gradient when autograd has finished it in one backward.
+
+        Args:
+            index: of its place. A hook cannot hold the place, which leads to the parameter (`_weakly`).
 
         Raises:
             ShardstackError: the gradient has a graph.
@@ -198,18 +202,19 @@ class FlatGradients(Gradients):
         param.grad = None
         if self.state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return
-        bucket, slot = self._place_of[param]
-        if not bucket.add_gradient(slot, None if param.grad_added_to_main_grad else gradient):  # type: ignore[attr-defined]
+        bucket, slot = self._places[index]
+        if not bucket.add_gradient(slot, None if param.grad_added_to_main_grad else gradient):
             self.state.enter(Phase.LATE, slot.name)
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        param.grad_added_to_main_grad = False
         del gradient  # its memory may serve for what the reduction allocates
-        self._schedule.note_gradients(bucket, (param,), self.syncs)
+        if self._schedule.acts_in_backward:
+            self._schedule.note_gradients(bucket, (slot,), self.syncs)
 
     def note_skipped(self, unit: Unit) -> None:
         """Sends the gradients of a unit that a backward does not reach on this rank."""
         for bucket in unit.buckets:
-            if params := [p for p in bucket.params if p.requires_grad]:
-                self._schedule.note_gradients(bucket, params, self.syncs)
+            if trained := [slot for slot in bucket.slots if slot.param.requires_grad]:
+                self._schedule.note_gradients(bucket, trained, self.syncs)
 
     def start(self) -> None:
         self._schedule.send_all()
@@ -238,12 +243,13 @@ class FlatGradients(Gradients):
         return True
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        if not self._is_sharded or parameter not in self._place_of:
+        place = self._place_of.get(parameter) if self._is_sharded else None
+        if place is None:
             return super().of(parameter)
-        bucket, slot = self._place_of[parameter]
+        bucket, slot = place
         if not (bucket.has_reduced and self.shown.has_gradient(parameter)):
             return None
-        return bucket.grads.shard[slice(*slot.kept)]
+        return bucket.grads.shard_of(slot)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for bucket in self._buckets for tensor in (bucket.grads.shard, *bucket.grads.accumulators)]
@@ -273,7 +279,7 @@ class FlatGradients(Gradients):
         return {"gradients": [*memory, *grads], "gradients not reduced yet": whole}
 
 
-def _weakly(method: Callable[..., None], caller: str) -> Callable[..., None]:
+def _weakly(method: Any, caller: str) -> Callable[..., None]:
     """Returns the bound method without its object, which it does not keep alive. `caller` is the wrapper in messages.
 
     torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
@@ -282,15 +288,15 @@ def _weakly(method: Callable[..., None], caller: str) -> Callable[..., None]:
     Raises:
         WrapError: when called, if the object has gone.
     """
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:
-        bound = reference()
-        if bound is None:
+        owner = reference()
+        if owner is None:
             raise WrapError(
                 f"a backward reached parameters whose {caller} no longer exists, so that no rank would "
                 "reduce their gradients; keep the wrapper for as long as its module trains"
             )
-        bound(*args)
+        function(owner, *args)
 
     return call

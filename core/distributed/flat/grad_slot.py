@@ -204,16 +204,9 @@ class GradSlot:
 
     def complete(self) -> None:
         """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
-        memory = self.param.main_grad = self.memory()  # type: ignore[attr-defined]
         if not self.counts:
-            memory.zero_()
-        self.counts, self.borrower = True, None
+            self.zero()
         if self.accumulator is not None:
             if self.view is None:
                 self.allocate()
             self.view.copy_(self.accumulator)  # type: ignore[union-attr]
-
-    def take_reduced(self) -> None:
-        """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""
-        if self.accumulator is not None and self.view is not None:
-            self.accumulator.copy_(self.view)

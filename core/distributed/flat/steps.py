@@ -7,7 +7,7 @@ gradients in ``param.grad``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,8 @@ class ReductionSchedule:
         self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
         # Whether buckets are sent when their gradients are complete, instead of all at the end.
         self._sends_early = plan.settings.overlap_grad_reduce or plan.strategy in ("optim_grads", "optim_grads_params")
+        # Whether a backward has to call `note_gradients`, which otherwise does nothing.
+        self.acts_in_backward = self._sends_early or plan.settings.reduce_every_micro_batch or finish is not None
         # Index of the next bucket to send; earlier buckets were sent in this step. `_send_complete` advances it on
         # autograd's thread, `send_all` on the main thread. `restart` resets it, and so does the end of each backward
         # where each micro-batch is reduced.
@@ -89,7 +91,7 @@ class ReductionSchedule:
         """Whether the last backward raised, before its end or in the reductions there."""
         return self._watched_backward is not None and self._watched_backward() is None
 
-    def note_gradients(self, bucket: Bucket, params: Iterable[nn.Parameter], reduces: bool) -> None:
+    def note_gradients(self, bucket: Bucket, slots: Iterable[GradSlot], reduces: bool) -> None:
         """Records that a backward has finished gradients of a bucket, and sends complete buckets.
 
         Args:
@@ -100,9 +102,10 @@ class ReductionSchedule:
             self._watch()
         if self._sends_early and (reduces or each):
             self._is_sending = True
-            for param in params:
-                bucket.note_grad_ready(param)
-            self._send_complete()
+            for slot in slots:
+                bucket.note_grad_ready(slot)
+            if bucket.is_complete:
+                self._send_complete()
 
     def send_all(self) -> None:
         """Sends every bucket that was not sent yet."""
@@ -157,18 +160,22 @@ class ShownGradients:
     another dtype than the parameter, ``param.grad`` is a tensor that raises when it is read. None is what users set.
 
     Args:
-        place_of: the bucket of each parameter, and the place in it.
+        places: the bucket and the place in it of each parameter.
         is_sharded: whether a rank keeps only a shard of each gradient.
     """
 
-    def __init__(self, place_of: Mapping[nn.Parameter, tuple[Bucket, GradSlot]], is_sharded: bool) -> None:
+    def __init__(self, places: Sequence[tuple[Bucket, GradSlot]], is_sharded: bool) -> None:
         # Buckets own the gradients that are shown.
-        self._place_of, self._is_sharded = place_of, is_sharded
+        self._places, self._is_sharded = places, is_sharded
         # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
         self._stepped_params: set[nn.Parameter] | None = None
-        # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
-        self._unreadable_gradients = {param: UnreadableGradient(param) for param in place_of}
+        # Each place with what is shown in place of its gradient, the same tensor in each step: one that raises when it
+        # is read, without memory. None where the gradient itself is shown.
+        self._shown: list[tuple[nn.Parameter, GradSlot, UnreadableGradient | None]] = []
+        for _, slot in places:
+            is_readable = not is_sharded and slot.main_grad_dtype == slot.param.dtype
+            self._shown.append((slot.param, slot, None if is_readable else UnreadableGradient(slot.param)))
 
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``.
@@ -177,33 +184,32 @@ class ShownGradients:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
         """
         with without_waiting():
-            new_gradients = {p: p.grad for p in self._place_of if p.grad is not None and not shows_main_grad(p)}
-        for param, gradient in new_gradients.items():
-            bucket, slot = self._place_of[param]
+            places = [(bucket, slot, grad) for bucket, slot in self._places if (grad := slot.param.grad) is not None]
+            written = [place for place in places if not shows_main_grad(place[1].param)]
+        for bucket, slot, gradient in written:
             _check_may_replace(bucket, slot.name)
             slot.take_back()
             slot.counts = False
             slot.add(gradient)
         with without_waiting():
-            for param in self._place_of:
-                param.grad = None
+            for _, slot in self._places:
+                slot.param.grad = None
 
     def show(self) -> None:
         """Shows reduced gradients, and None for a frozen parameter without a gradient."""
         self._stepped_params = None
         with without_waiting():
-            for param, (_, slot) in self._place_of.items():
+            for param, slot, unreadable in self._shown:
                 if not slot.has_gradient:
                     param.grad = param.main_grad = None  # type: ignore[attr-defined]
-                    continue
-                is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
-                param.grad = param.main_grad if is_readable else self._unreadable_gradients[param]  # type: ignore[attr-defined]
+                else:
+                    param.grad = param.main_grad if unreadable is None else unreadable  # type: ignore[attr-defined]
 
     def hide_after_step(self) -> None:
         """Clears ``param.grad`` after a step, if gradients are sharded."""
         if self._is_sharded and self._stepped_params is None:
             with without_waiting():
-                self._stepped_params = {param for param in self._place_of if param.grad is not None}
+                self._stepped_params = {param for param, _, _ in self._shown if param.grad is not None}
                 for param in self._stepped_params:
                     param.grad = None
 
@@ -219,8 +225,8 @@ class ShownGradients:
         if not self._is_sharded:
             return None
         with without_waiting():
-            assigned = (p for p in self._place_of if not (p.grad is None or is_unreadable(p.grad)))
-            return next((self._place_of[param][1] for param in assigned), None)
+            assigned = [slot for param, slot, own in self._shown if param.grad is not None and param.grad is not own]
+        return assigned[0] if assigned else None
 
 
 def _check_may_replace(bucket: Bucket, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
 from ...base.memory_categories import Held
-from ...base.module_protocol import set_gradient_rows
+from ...base.module_protocol import ModelContents, set_gradient_rows
 from ...base.parameters import local_part
 from ...comm.lane import comm_lane
 from ..engine.engine import Engine, Gradients, Parameters
@@ -207,6 +207,8 @@ class TorchGradients(Gradients):
         self.adds_always, self.are_on_shards, self.torch_state = False, False, torch_state
         # Backwards fill it on autograd's thread; the last one of a step and `zero` empty it.
         self._sums = None if self.tree is None else GradientSums(plan, self.tree, torch_state)
+        # What the module held when `_shown_parameters` last looked for the parameters that it shows, and these.
+        self._contents, self._shown = ModelContents(), list[nn.Parameter]()
 
     def enter_backward(self, gradient: Tensor) -> None:
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
@@ -255,7 +257,7 @@ class TorchGradients(Gradients):
         self.torch_state.reduce_unsharded_gradients()
         self.parameters.settle()
         self.are_on_shards = True
-        for _, parameter in managed_parameters(self.module):  # of a unit that no forward has reached
+        for parameter in self._shown_parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.plan.groups.replicated is not None and not self.state.is_reduced:
@@ -299,8 +301,15 @@ class TorchGradients(Gradients):
         self.torch_state.drop_unsharded_gradients()
         self.note_step()
         self.parameters.invalidate()
-        for _, parameter in managed_parameters(self.module):
+        for parameter in self._shown_parameters():
             parameter.grad = None
+
+    def _shown_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that the module shows now, without those that settings ignore."""
+        if self._contents.have_changed():
+            self._shown = [parameter for _, parameter in managed_parameters(self.module)]
+            self._contents.note(self.module)
+        return self._shown
 
     def recover(self) -> None:
         has_begun = self.parameters.has_allocated and current_backward() == NO_BACKWARD

@@ -129,9 +129,9 @@ class FreedWeights:
     """
 
     def __init__(self, unit: UnitPlan) -> None:
-        self._unit, self._module = unit, as_fsdp(unit.modules[0])
+        self._unit, self._module, self._groups = unit, as_fsdp(unit.modules[0]), groups_of(unit.modules[0])
         # Hooks of autograd around each forward; they live as long as the module.
-        self._saved = SavedWeights(partial(gathered_tensors_of, groups_of(unit.modules[0])), self._gather)
+        self._saved = SavedWeights(partial(gathered_tensors_of, self._groups), self._gather)
         for module in unit.modules:
             module.register_forward_pre_hook(self._before)  # after torch has gathered
             module.register_forward_hook(self._after, prepend=True, always_call=True)  # before torch frees
@@ -153,4 +153,5 @@ class FreedWeights:
         reject_graph_of_gradients(f"unit {' + '.join(self._unit.names)}")
         if not self._unit.is_needed_in_backward:
             self._module.set_unshard_in_backward(True)  # it is, in this model
-        self._module.unshard()
+        if not torch_private.are_gathered(self._groups):  # torch would ask each parameter first
+            self._module.unshard()

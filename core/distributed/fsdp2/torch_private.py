@@ -86,6 +86,11 @@ def gathered_tensors_of(groups: list[Any]) -> list[Tensor]:
     return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
 
 
+def are_gathered(groups: list[Any]) -> bool:
+    """Returns whether the unit of `groups` (`groups_of`) is gathered, with no gather of it running."""
+    return all(group.is_unsharded and group._all_gather_result is None for group in groups)
+
+
 def gather_for_forward(module: FSDPModule) -> None:
     """Gathers a unit, and what is gathered ahead with it, and frees it, as torch does around a forward."""
     # Under other names a forward raises, on a rank that skips a unit.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...base.errors import CheckpointError, OptimizerError, WrapError
+from ...base.module_protocol import ModelContents
 from ...base.parameters import without_waiting
 from ...dist_checkpointing.model_state import ValuesToLoad
 from ..distributed_data_parallel_config import EngineKind
@@ -25,6 +26,8 @@ class ParametersStay(Guard):
         # Whether an optimizer has each of its steps checked, so that one check a step is enough. Its first step sets
         # it for good.
         self._is_checked_in_steps = False
+        # What the model held when a check last passed.
+        self._contents = ModelContents()
 
     def before_reduction(self, engine: Engine) -> None:
         if engine.places and not self._is_checked_in_steps:
@@ -47,10 +50,12 @@ class ParametersStay(Guard):
         Raises:
             WrapError: a parameter was moved, replaced, added, removed, tied or made trainable since.
         """
-        names = engine.names_of_parameters()  # a parameter may have several forms
         with without_waiting():
-            params = dict(managed_parameters(engine.plan.root.modules[0]))
             moved = [param for param, place in engine.places.items() if place != (param.data_ptr(), param.dtype)]
+            if not moved and not self._contents.have_changed():
+                return
+            names = engine.names_of_parameters()  # a parameter may have several forms
+            params = dict(managed_parameters(engine.plan.root.modules[0]))
             names_in_model = {names.get(param) for param in params.values()}
             added = [name for name, param in params.items() if param.requires_grad and param not in names]
             removed = [name for name in names.values() if name not in names_in_model]
@@ -65,6 +70,7 @@ class ParametersStay(Guard):
                 f"the storage of parameter {names[moved[-1]]} was replaced after the model was wrapped (a move to "
                 "another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
             )
+        self._contents.note(engine.plan.root.modules[0])
 
 
 class SizesStay(Guard):

@@ -65,6 +65,13 @@ MUTATIONS = (
         ("tests/unit/base/test_module_protocol.py",),
     ),
     Mutation(
+        "a model is looked at once, and not where it has changed",
+        "core.base.module_protocol.ModelContents.have_changed",
+        r"return .*",
+        "return not self._modules",
+        ("tests/unit/distributed/guards/test_changed_models.py::test_a_replaced_parameter_is_named_at_the_next_sync",),
+    ),
+    Mutation(
         "a module keeps the spec of its second name",
         "core.base.second_name._SharedModules.exec_module",
         r"module\.__spec__ = .*",

@@ -266,8 +266,8 @@ MUTATIONS = (
     Mutation(
         "a gradient that has not arrived is not zero",
         "core.distributed.flat.grad_slot.GradSlot.complete",
-        r"\.zero_\(\)",
-        ".add_(1)",
+        r"self\.zero\(\)",
+        "self.zero(writes=False)",
         (FLAT, CONTRACT),
     ),
     # ---- units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from core.base.errors import ParallelConfigError
 from core.base.module_protocol import (
     FusedRows,
+    ModelContents,
     counting_modules,
     fused_rows,
     is_one_layer,
@@ -114,6 +116,32 @@ def test_layers_of_megatron_say_what_they_are() -> None:
     head = ColumnParallelLinear(4, 4, skip_weight_param_allocation=True, **options)
     model = nn.ModuleDict({"own": ColumnParallelLinear(4, 4, **options), "head": head})
     assert names_of_borrowers(model) == ["head.weight"]
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "freeze": lambda m: m[0].weight.requires_grad_(False),
+    "thaw": lambda m: m[1].weight.requires_grad_(),
+    "assign": lambda m: m[0].register_parameter("weight", nn.Parameter(m[0].weight.detach())),
+    "tie": lambda m: m[0].register_parameter("weight", m[2].weight),
+    "drop": lambda m: m[0].register_parameter("bias", None),
+    "add a module": lambda m: m[1].add_module("late", nn.Linear(1, 1)),
+    "replace a module": lambda m: m.__setitem__(0, nn.Linear(2, 2)),
+    "replace one without parameters": lambda m: m.__setitem__(3, nn.GELU()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_model_holds_is_compared(change: str) -> None:
+    model, contents = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()), ModelContents()
+    model[1].requires_grad_(False)
+    assert contents.have_changed()  # nothing is noted
+    contents.note(model)
+    model[0].weight.data = torch.zeros(2, 2)  # its memory is looked at elsewhere
+    assert not contents.have_changed()
+    CHANGES[change](model)
+    assert contents.have_changed()
+    contents.note(model)
+    assert not contents.have_changed()
 
 
 @on_ranks(2)
