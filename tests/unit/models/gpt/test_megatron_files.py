@@ -30,7 +30,7 @@ from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import settings_of
 from examples.gpt.pretrained import continue_megatron
-from tests.unit._quick import needs
+from tests.unit._quick import needs, quick
 from tests.unit._spawn import on_ranks
 from tests.unit._whole import assembled
 from tests.unit.adapters import _megatron
@@ -108,7 +108,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tied", "tensor", "pipeline", "fields"), CASES)
+@pytest.mark.parametrize(
+    ("tied", "tensor", "pipeline", "fields"), quick(CASES, lambda case: case in (CASES[1], CASES[2], CASES[4]))
+)
 @on_ranks(2)
 def test_weights_go_there_and_back(
     tmp_path: Path, tied: bool, tensor: int, pipeline: int, fields: dict[str, Any]
@@ -203,7 +205,9 @@ CONTINUED = [
 ]
 
 
-@pytest.mark.parametrize(("zero1", "fields", "settings"), CONTINUED)
+@pytest.mark.parametrize(
+    ("zero1", "fields", "settings"), quick(CONTINUED, lambda case: case in (CONTINUED[0], CONTINUED[3]))
+)
 @on_ranks(2)
 def test_a_run_of_megatrons_goes_on(
     tmp_path: Path, zero1: str | None, fields: dict[str, Any], settings: dict[str, Any]
