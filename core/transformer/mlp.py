@@ -90,13 +90,16 @@ def activate(hidden: Tensor, activation: Callable[[Tensor], Tensor], is_gated: b
     """Maps `[..., ffn]` to `[..., ffn]`, or with alternating gate and up `[..., 2 ffn]` to `[..., ffn]`."""
     if not is_gated:
         return activation(hidden)
-    if activation in _DERIVATIVES and not torch.compiler.is_compiling():
-        output: Tensor = _Gated.apply(hidden, activation)
-        return output
-    gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
-    if not torch.compiler.is_compiling():  # the compiler saves as little as `_Gated`, and reads both in place
-        gate, up = gate.contiguous(), up.contiguous()
-    return activation(gate) * up
+    output: Tensor
+    if torch.compiler.is_compiling():  # the compiler saves as little as `_Gated`, and reads both in place
+        gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
+        output = activation(gate) * up
+    elif activation in _DERIVATIVES:
+        output = _Gated.apply(hidden, activation)
+    else:
+        gate, up = _gate_and_up(hidden)
+        output = activation(gate) * up
+    return output
 
 
 def _gate_and_up(hidden: Tensor) -> tuple[Tensor, Tensor]:
