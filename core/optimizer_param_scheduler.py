@@ -48,7 +48,7 @@ class OptimizerParamScheduler:
     init_lr: float
     max_lr: float
     min_lr: float
-    lr_warmup_steps: int
+    lr_warmup_steps: float
     lr_decay_steps: int
     lr_decay_style: str
     start_wd: float

@@ -78,7 +78,7 @@ def load_data(
         cache_dir=config.data.data_cache_path,
     )
     batch = config.global_batch_size(world_size)
-    train = GPTDataset(corpus, "train", settings, config.train_samples(world_size))
+    train = GPTDataset(corpus, "train", settings, config.data_samples(world_size))
     first, last = document_range(len(corpus), "valid", config.data.split)
     num_valid = config.run.eval_iters * batch if parse_shares(config.data.split)[1] > 0 else 0
     if num_valid and first == last:

@@ -29,7 +29,7 @@ from .launch.processes import StopRequest
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
 from .recovery import StepCopies
 from .state import TrainingState
-from .train_step import RunningStep, evaluate, train_step
+from .train_step import TIME_IS_OVER, RunningStep, evaluate, train_step
 
 _WANDB = {"wandb_project": "WANDB_PROJECT", "wandb_exp_name": "WANDB_NAME", "wandb_save_dir": "WANDB_DIR"}
 """Variables of the package wandb, by setting."""
@@ -86,7 +86,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
     tree, generation, profiles = state.model.plan.tree, current_generation(), config.run.profile_memory and is_writer
     ends_at = _STARTED_AT + 60 * (config.run.exit_duration_in_mins or math.inf)
     validation_loss: float | None = None
-    stop, is_late = False, False
+    stop = False
     opened: Callable[..., AbstractContextManager[Iterator[Batch]]] = open_batches if begun_at < last else _no_batches
     for chunk in state.chunks:
         chunk.train()
@@ -107,12 +107,12 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         reporter = _Reporter(state, log, writer)
         while state.iteration < last and not stop:
             step_begun, sizes = time.monotonic(), (world_size, state.consumed_samples)
-            num_samples, is_late = config.global_batch_size(*sizes), step_begun > ends_at
+            num_samples, asked = config.global_batch_size(*sizes), request.requested or writer.has_failed
             seeds = MicroBatchSeeds(config.run.seed, state.consumed_samples // micro_batch)
             step = partial(train_step, state.chunks, state.optimizer, state.scheduler, batches)
             step = partial(step, config.num_microbatches(*sizes), increment=num_samples if in_samples else 1)
             step = partial(step, seeds=None if tree is None else seeds, before_update=copies.wait)
-            step = partial(step, stop_requested=request.requested or writer.has_failed or is_late)
+            step = partial(step, stop_requested=TIME_IS_OVER if step_begun > ends_at else asked)
             is_profiled = profiles and state.iteration + 1 == min(begun_at + PROFILED_ITERATION, last)
             running = _profile_step(step, state, folder, log) if is_profiled and folder is not None else step()
             state.iteration += 1
@@ -143,7 +143,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             report_step(state.iteration, time.monotonic() - step_begun)
             log.restart()  # exclude the time of validation and saving
     final_loss = validation_loss if state.iteration == last else None
-    reason = "exit_duration_in_mins" if is_late else request.signal_name or "a signal to another rank"
+    reason = "exit_duration_in_mins" if reporter.is_late else request.signal_name or "a signal to another rank"
     stopped_by = "" if not stop else "exit_interval" if _is_due(state.iteration, exit_interval) else reason
     return Outcome(
         iteration=state.iteration, validation_loss=final_loss, checkpoint=writer.last_folder, stopped_by=stopped_by
@@ -209,6 +209,8 @@ class _Reporter:
         self._skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         # Steps that were skipped since the last line of the log. `_report` counts, and clears it with a line.
         self._num_skipped = 0
+        self.is_late = False
+        """Whether a step that was reported found the run's time over, on any rank. `_report` sets it."""
         # The last step, while it is not reported, with its tokens, iteration and seconds. `take` sets it, `_report`
         # clears it.
         self._waiting: tuple[RunningStep, int, int, float] | None = None
@@ -242,6 +244,7 @@ class _Reporter:
         hashed, self._hash = self._hash, None
         result = running.result()
         self._num_skipped += not result.has_update
+        self.is_late |= result.is_late
         values: dict[str, Any] = {"grad_norm": result.grad_norm, "num_zeros": result.num_zeros, **result.experts}
         values |= {"loss_scale": result.loss_scale, "skipped": self._num_skipped, "tokens": tokens}
         if self._log.step(iteration, result.loss, lr=result.lr, seconds=seconds + waited_s, **values):
@@ -257,7 +260,13 @@ class _Reporter:
 
 def _profiler(config: PretrainConfig, folder: Path | None) -> AbstractContextManager[Any]:
     """Opens torch's profiler on the ranks that are traced. Its `step` is called after each step."""
-    run = config.run
+    run, ranks = config.run, range(dist.get_world_size())
+    if run.profile and dist.get_rank() == 0 and (absent := [r for r in run.profile_ranks if r not in ranks]):
+        warnings.warn(
+            f"profile_ranks names {', '.join(map(str, absent))}, and this run has ranks 0 to {ranks[-1]}: the others "
+            "alone are traced",
+            stacklevel=2,
+        )
     if not run.profile or folder is None or dist.get_rank() not in run.profile_ranks:
         return nullcontext()
     start, warmup = run.profile_step_start, min(run.profile_step_start, 1)

@@ -154,9 +154,9 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
 
     whole = config.train_samples(world_size) if config.counts_samples else config.train_iters(world_size)
     decay = length(settings.lr_decay_iters, settings.lr_decay_samples) or whole
-    warmup = length(settings.lr_warmup_iters, settings.lr_warmup_samples) or 0
+    warmup: float = length(settings.lr_warmup_iters, settings.lr_warmup_samples) or 0
     if settings.lr_warmup_fraction is not None:
-        warmup = int(settings.lr_warmup_fraction * decay)
+        warmup = settings.lr_warmup_fraction * decay  # need not be whole, as in Megatron-LM
     is_constant = settings.start_weight_decay is None or settings.end_weight_decay is None
     return OptimizerParamScheduler(
         optimizer,

@@ -28,6 +28,9 @@ from ..transformer.moe.moe_layer import logged_statistics
 from ..transformer.sequences import PackedDocuments, own_chunks
 from .data import Batch, to_device
 
+TIME_IS_OVER = 1 << 32
+"""What a rank adds to the number of ranks that were asked to stop, for all ranks to give the same reason."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -47,7 +50,10 @@ class StepResult:
     """Zeros in the gradient. None if the optimizer does not count them."""
 
     stop: bool
-    """Whether any rank was asked to stop."""
+    """Whether any rank was asked to stop, or finds that the run's time is over."""
+
+    is_late: bool = False
+    """Whether any rank finds that the run's time is over."""
 
     lr: float
     """Largest learning rate of the update."""
@@ -67,8 +73,8 @@ class RunningStep:
     before its first backward where the loss scale adapts. Then the schedule moves on.
 
     Args:
-        totals: over all ranks: sum of losses, what to divide it by, how many ranks were asked to stop, and what
-            `names` say.
+        totals: over all ranks: sum of losses, what to divide it by, how many ranks were asked to stop (or
+            `TIME_IS_OVER`), and what `names` say.
         names: names of the rest of `totals`, for the log.
         increment: what the step counts in the schedule's unit.
     """
@@ -98,6 +104,7 @@ class RunningStep:
             grad_norm=outcome.grad_norm if outcome.has_update or not has_scaler else None,
             num_zeros=outcome.num_zeros if counts else None,
             stop=stops > 0,
+            is_late=stops >= TIME_IS_OVER,
             lr=outcome.lr,
             loss_scale=outcome.loss_scale,
             experts=dict(zip(self._names, others, strict=True)),
@@ -123,7 +130,7 @@ def train_step(
     batches: Iterator[Batch],
     num_microbatches: int,
     *,
-    stop_requested: bool = False,
+    stop_requested: int = 0,
     seeds: MicroBatchSeeds | None = None,
     before_update: Callable[[], None] = lambda: None,
     increment: int = 1,
@@ -142,7 +149,8 @@ def train_step(
     Args:
         model: the wrapped model, or this rank's pipeline stages. All stages of a pipeline read the same batches.
         batches: this rank's micro-batches, which are copied to the device if they are not there (`DeviceBatches`).
-        stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
+        stop_requested: 1 if this rank was asked to stop, `TIME_IS_OVER` if the run's time is over, else 0. The ranks
+            agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.
         before_update: called before the step's last collective of all ranks and its update.
         increment: what the step counts in the schedule's unit: 1 iteration, or its samples.

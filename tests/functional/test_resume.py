@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from core.dist_checkpointing import load_metadata
-from tests.unit._program import TINY, content, forget_after, log, pretrain, run_program
+from core.training import loop
+from tests.unit._program import TINY, content, forget_after, load_program, log, pretrain, run_program
 from tests.unit._spawn import RankFailure, run_distributed
 
 # Dropout draws from the random streams, and several micro-batches and workers make order matter.
@@ -201,3 +205,33 @@ def test_a_run_ends_when_its_minutes_are_over(corpus: Path, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == ["iter_0000002"]
     traces = list((tmp_path / "run" / "profile").glob("*.json"))
     assert len(traces) == 1 and "aten::" in traces[0].read_text()
+
+
+def _reason_with_a_late_rank(*words: str) -> str:
+    """Returns what ended a run on this rank. The second rank was started an hour before."""
+    program, ended = load_program("pretrain_gpt"), []
+
+    def train(*arguments: Any) -> Any:
+        ended.append(loop.train(*arguments))
+        return ended[0]
+
+    started = time.monotonic() - 3600 * dist.get_rank()
+    with mock.patch.object(program, "train", train), mock.patch.object(loop, "_STARTED_AT", started):
+        program.main(words)
+    return ended[0].stopped_by
+
+
+def test_all_ranks_say_that_the_minutes_are_over(corpus: Path, tmp_path: Path) -> None:
+    words = (*FLAGS, "--data-path", str(corpus), "--exit-duration-in-mins", "30", "--save", str(tmp_path / "run"))
+    assert run_distributed(_reason_with_a_late_rank, 2, *words) == ["exit_duration_in_mins"] * 2
+
+
+def test_masters_are_read_without_the_optimizer(corpus: Path, tmp_path: Path) -> None:
+    words = (*FLAGS, "--data-path", str(corpus), "--bf16", "--log-weights-hash", "1", "--no-megatron-defaults")
+    run_distributed(pretrain, 1, *words, "--exit-interval", "3", "--save", str(tmp_path / "first"))
+    still = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--exit-interval", "4")
+    masters = ("--no-load-optim", "--load-main-params-from-ckpt", "--load", str(tmp_path / "first"))
+    run_distributed(pretrain, 1, *words, *still, *masters, "--save", str(tmp_path / "second"))
+    (last, then) = (log(tmp_path / name) for name in ("first", "second"))
+    hashes = [{n["step"]: n["weights_hash"] for n in lines if "weights_hash" in n} for lines in (last, then)]
+    assert hashes[1][4] == hashes[0][3] != hashes[0][2]

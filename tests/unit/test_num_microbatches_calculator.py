@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,46 @@ def test_a_run_has_the_sizes_of_its_schedule(world_size: int):
     assert config.global_batch_size(world_size) == 12 and config.train_samples(world_size) == 57
     assert small_config(train_iters=None, train_samples=57, global_batch_size=8).train_iters(world_size) == 7
     assert small_config(rampup_batch_size=(4, 4, 20), global_batch_size=12).train_samples(world_size) == 48
+
+
+def _iterations_of_megatron_lm(settings: dict[str, Any], sizes: Callable[[int], int]) -> int:
+    """Computes `update_train_iters` of Megatron-LM, in its loops: 0.16's for a ramp, else 0.19's and 0.20's."""
+    total, iterations, consumed = settings["train_samples"], 0, 0
+    if ramp := settings.get("rampup_batch_size"):
+        while consumed <= ramp[2] and consumed <= total:
+            consumed += sizes(consumed)
+            iterations += 1
+        return iterations + (max(0, total - consumed) // settings["global_batch_size"])
+    if "step_batch_size_schedule" not in settings:
+        return total // settings["global_batch_size"]
+    while consumed < total:
+        consumed += sizes(consumed)
+        iterations += 1
+    return iterations
+
+
+@pytest.mark.parametrize("total", [4, 12, 13, 19, 20, 21, 31, 32, 57, 64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"global_batch_size": 4},
+        {"rampup_batch_size": (4, 4, 20), "global_batch_size": 12},
+        {"rampup_batch_size": (2, 2, 12), "global_batch_size": 8},
+        {"rampup_batch_size": (4, 8, 31), "global_batch_size": 12},
+        {"step_batch_size_schedule": ("0:4 64:8 192:12",)},
+        {"step_batch_size_schedule": ("0:4", "400:8")},
+    ],
+    ids=str,
+)
+def test_a_run_has_megatron_lms_iterations(settings: dict[str, Any], total: int):
+    settings = settings | {"train_samples": total}
+    config = small_config(**settings, train_iters=None)
+    expected = _iterations_of_megatron_lm(settings, lambda consumed: config.global_batch_size(1, consumed))
+    assert config.train_iters(1) == expected
+    consumed = 0
+    for _ in range(expected):
+        consumed += config.global_batch_size(1, consumed)
+    assert (config.train_samples(1), config.data_samples(1)) == (total, max(total, consumed))
 
 
 def test_micro_batches_divide_the_global_batch():

@@ -120,14 +120,32 @@ class ModelInPieces(_BaseDataParallel):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``."""
+        """Copies what Megatron-LM has loaded: in pieces, or whole as from its format ``torch``.
+
+        Returns:
+            Missing and unexpected keys. Extra state, and parameters that this rank has nothing of, do not count.
+
+        Raises:
+            CheckpointError: there are such keys, and `strict`.
+        """
         tensors = megatron_utils.unwrap_model(self).state_dict(keep_vars=True)
         if any(_is_sharded(tensors.get(name)) and isinstance(value, Tensor) for name, value in state_dict.items()):
             return super().load_state_dict(state_dict, strict, assign)
-        for name, value in state_dict.items():
+        has_part = {name: isinstance(t, Tensor) and len(own_elements(t)[0]) > 0 for name, t in tensors.items()}
+        keys = _IncompatibleKeys(
+            [name for name, counts in has_part.items() if counts and name not in state_dict],
+            [name for name in state_dict if name not in tensors and not name.endswith("_extra_state")],
+        )
+        if strict and any(keys):
+            raise CheckpointError(
+                f"load_state_dict of {type(self).__name__}: missing keys: {', '.join(keys.missing_keys) or 'none'}; "
+                f"unexpected keys: {', '.join(keys.unexpected_keys) or 'none'}; load a state of this model, or give "
+                "strict=False"
+            )
+        for name, value in ((name, value) for name, value in state_dict.items() if name in tensors):
             if isinstance(value, dict):
                 fill(own_elements(tensors[name])[0], value)
             elif isinstance(value, Tensor):
                 tensors[name].copy_(value)
         self.engine.updated()
-        return _IncompatibleKeys([], [])
+        return keys

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from ... import distributed, optimizer
-from ...base.errors import ParallelConfigError
+from ...base.errors import ConfigError, ParallelConfigError
 from ...base.megatron_names import changed_fields, config_with
 from ...distributed.groups import managed_parameters
 from ..bridge.trained import mix_in
@@ -32,7 +32,16 @@ class InMegatronLoop(OwnStateInPieces):
         """Does nothing: a step has gathered parameters, or forward gathers them."""
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Does nothing: a step finds what was written to parameters since the last one, and masters take it."""
+        """Does nothing: a step finds what was written to parameters since the last one, and masters take it.
+
+        Raises:
+            ConfigError: masters are to be read from the checkpoint, ``--load-main-params-from-ckpt``.
+        """
+        if state_dict is not None:
+            raise ConfigError(
+                "--load-main-params-from-ckpt is set, and masters here start from the parameters in their own dtype; "
+                "drop it, or load the optimizer's state, which has masters in fp32 (drop --no-load-optim)"
+            )
 
 
 def get_megatron_optimizer(

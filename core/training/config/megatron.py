@@ -97,6 +97,8 @@ def with_megatron_defaults(
         values.setdefault("ffn_hidden_size", values.get("hidden_size", 0) * 8 // 3 // 64 * 64)
     elif values.get("add_bias_linear", True) and "--no-bias-gelu-fusion" not in ignored:
         values.setdefault("activation_func", "gelu_tanh")  # the formula of its fused kernel
+    # Under a dynamic loss scale overflows are normal.
+    values.setdefault("check_for_nan_in_grad", not values.get("fp16") or bool(values.get("loss_scale")))
     if "num_query_groups" in flags and not values.get("group_query_attention"):
         del values["num_query_groups"]
     if "split" in flags:

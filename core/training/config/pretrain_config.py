@@ -98,13 +98,29 @@ class PretrainConfig:
 
     def train_iters(self, world_size: int) -> int:
         """Returns the iterations of the whole run."""
-        if self.run.train_iters is not None:
-            return self.run.train_iters
+        return self._length(world_size)[0]
+
+    def data_samples(self, world_size: int) -> int:
+        """Returns the samples that the dataset needs: with a batch that grows a run may read more than
+        `train_samples`."""
+        return max(self.train_samples(world_size), self._length(world_size)[1])
+
+    def _length(self, world_size: int) -> tuple[int, int]:
+        """Returns the iterations of the run and their samples, at most, by Megatron-LM's ``update_train_iters``.
+
+        Of 0.16 for a ramp: a step begins up to, and with, the ramp's last sample and the run's. Of 0.19 and newer for
+        a schedule in steps: the last step reaches `train_samples`.
+        """
         iterations, consumed, total = 0, 0, self.train_samples(world_size)
-        for (_, size), (end, _) in pairwise([*self.batch_schedule(world_size), (total, 0)]):
-            steps = max(0, min(-((consumed - end) // size), (total - consumed) // size))
+        if self.run.train_iters is not None:
+            return self.run.train_iters, total
+        ramp, sizes = self.data.rampup_batch_size, self.batch_schedule(world_size)
+        grows_until = min(ramp[2], total) + 1 if ramp else total if self.batch_grows else 0
+        for (_, size), (end, _) in pairwise([*sizes, (grows_until, 0)]):
+            steps = max(0, -((consumed - min(end, grows_until)) // size))
             iterations, consumed = iterations + steps, consumed + steps * size
-        return iterations
+        steps, size = max(0, total - consumed) // sizes[-1][1], sizes[-1][1]
+        return iterations + steps, consumed + steps * size
 
     def to_json(self) -> dict[str, Any]:
         """Returns the settings as JSON values, for the log and for checkpoints. :meth:`from_json` reverses it."""

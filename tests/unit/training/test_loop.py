@@ -85,6 +85,19 @@ def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsy
     assert err.startswith("a page\nwarning: ") and "model.html cannot be written (No space left on device)" in err
 
 
+@pytest.mark.parametrize(("rank", "ranks", "warns"), [(0, (0, 2, 9), True), (0, (0, 1), False), (1, (9,), False)])
+def test_traced_ranks_that_do_not_exist_are_named(rank, ranks, warns, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(loop.dist, "get_rank", lambda: rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop._profiler(small_config(profile=True, profile_ranks=ranks), tmp_path)
+        loop._profiler(small_config(profile_ranks=ranks), tmp_path)
+    assert [str(warning.message) for warning in caught] == warns * [
+        "profile_ranks names 2, 9, and this run has ranks 0 to 1: the others alone are traced"
+    ]
+
+
 def test_wandb_gets_the_names_of_the_command_line(tmp_path, monkeypatch):
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
         monkeypatch.setenv(name, "another")

@@ -61,6 +61,10 @@ def test_a_warm_up_rises_from_its_start(warmup):
     assert course(4, lr=1.0, lr_warmup_init=0.2, **warmup)[0] == pytest.approx([0.2, 0.6, 1.0, 0.5])
 
 
+def test_a_share_of_the_decay_need_not_be_whole():
+    assert course(4, lr=1.0, lr_warmup_fraction=0.375)[0] == pytest.approx([0.0, 1 / 1.5, 0.8, 0.4])
+
+
 def test_weight_decay_is_constant_or_goes_its_way():
     assert course(2, weight_decay=0.3)[1] == [0.3, 0.3]
     way = {"start_weight_decay": 0.0, "end_weight_decay": 0.4, "weight_decay_incr_style": "linear"}

@@ -15,7 +15,7 @@ from core.distributed import wrap_model
 from core.optimizer import get_megatron_optimizer
 from core.training.config import PretrainConfig
 from core.training.state import build_scheduler
-from core.training.train_step import Batch, StepResult, evaluate, train_step
+from core.training.train_step import TIME_IS_OVER, Batch, StepResult, evaluate, train_step
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import full
 from tests.unit.training._configs import batches, model_of, small_config
@@ -39,13 +39,14 @@ def _run_of(config: PretrainConfig) -> tuple[Any, Any, Any]:
 
 
 def step_on_ranks(
-    changes: dict, stopping_rank: int | None, packed: bool = False
+    changes: dict, stopping_rank: int | None, packed: bool = False, stop_requested: int = 1
 ) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
     config = small_config(**changes)
     model, optimizer, scheduler = _run_of(config)
     mine = _of_a_step(config, parallel_state.get_data_parallel_rank(), packed)
     before = evaluate(model, iter(mine), 2)
-    running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
+    asked = stop_requested if dist.get_rank() == stopping_rank else 0
+    running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=asked)
     result = running.result()
     assert scheduler.num_steps == 1
     whole = {name: full(p) for name, p in model.module.named_parameters()}
@@ -108,12 +109,12 @@ def test_a_step_on_two_ranks_is_the_step_of_one_process(ranks: dict, loss_of: di
             torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "asked"), [(0, 1), (1, 1), (1, TIME_IS_OVER)])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
+def test_ranks_agree_to_stop_and_why(rank: int, asked: int, tensor_parallel: int) -> None:
     changes = {"tensor_model_parallel_size": tensor_parallel, "global_batch_size": 8}
-    results: Iterator[StepResult] = (r for r, _, _ in run_distributed(step_on_ranks, 2, changes, rank))
-    assert all(result.stop for result in results)
+    results: Iterator[StepResult] = (r for r, _, _ in run_distributed(step_on_ranks, 2, changes, rank, False, asked))
+    assert all(result.stop and result.is_late == (asked == TIME_IS_OVER) for result in results)
 
 
 @on_ranks(1)

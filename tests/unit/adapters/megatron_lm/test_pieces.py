@@ -11,6 +11,8 @@ import torch
 
 from core.base.errors import CheckpointError
 from tests.unit._quick import needs
+from tests.unit._spawn import on_ranks
+from tests.unit.adapters import _megatron
 
 pytestmark = needs("megatron")
 
@@ -73,3 +75,35 @@ def test_parts_that_are_no_runs_are_refused() -> None:
     with pytest.raises(CheckpointError, match="in parts that are no runs of its elements") as raised:
         held_pieces(WRAPPER, factory, tensor.view(-1)[:30], 0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["TorchFullyShardedDataParallel", "FullyShardedDataParallel"])
+@on_ranks(2)
+def test_keys_of_another_model_are_named(kind: str) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.utils import unwrap_model
+
+    from core.adapters import megatron_lm
+    from core.adapters.megatron_lm.pieces import own_elements
+
+    lost, foreign = "embedding.word_embeddings.weight", "decoder.router.weight"
+    chosen = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    with _megatron.groups():
+        settings = DistributedDataParallelConfig(**(chosen if kind.startswith("Fully") else {}))
+        model = _megatron.wrap(getattr(megatron_lm, kind), _megatron.build(), settings)
+        own = {
+            name: own_elements(tensor)[0]
+            for name, tensor in unwrap_model(model).state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        # A rank has no pieces of what it has nothing of.
+        state = {name: {"0": torch.full_like(values, 0.5)} for name, values in own.items() if len(values)}
+        assert model.load_state_dict(state) == ([], [])
+        assert all((values == 0.5).all() for values in own.values())
+        del state[lost]
+        state |= {name: {"0": pieces["0"] + 1.0} for name, pieces in state.items()} | {foreign: {"0": torch.ones(1)}}
+        match = f"missing keys: {lost}; unexpected keys: {foreign}; load a state of this model, or give strict=False"
+        _megatron.raises_one_line(CheckpointError, match, model.load_state_dict, state)
+        assert all((values == 0.5).all() for values in own.values())
+        assert model.load_state_dict(state, strict=False) == ([lost], [foreign])
+        assert all((values == (0.5 if name == lost else 1.5)).all() for name, values in own.items())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import make_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from core.base.errors import ConfigError, ParallelConfigError
 from tests.unit._quick import needs
@@ -155,6 +157,61 @@ def test_what_the_optimizer_cannot_honour_is_one_line() -> None:
 
 
 @on_ranks(1)
+def test_a_layer_wise_optimizer_is_refused_on_shards() -> None:
+    match = "use_layer_wise_distributed_optimizer is True: it needs whole matrices"
+    with _megatron.groups():
+        for is_sharded in (False, True):
+            wrapper, config = _wrapper(None, use_distributed_optimizer=is_sharded), _config(optimizer="adam", lr=0.1)
+            config.use_layer_wise_distributed_optimizer = True  # a field from 0.17 on
+            with pytest.raises(ParallelConfigError, match=match) if is_sharded else nullcontext():
+                _build(config, wrapper)
+
+
+@on_ranks(1)
+def test_masters_of_a_file_are_refused_in_one_line() -> None:
+    with _megatron.groups():
+        optimizer = _optimizer("optim_grads", bf16=True, lr=0.1)
+        _megatron.raises_one_line(ConfigError, "--load-main-params-from-ckpt", optimizer.reload_model_params, {})
+
+
+@on_ranks(1)
+def test_lion_updates_what_muon_does_not() -> None:
+    with _megatron.groups():
+        config = _config(optimizer="muon", muon_scalar_optimizer="lion", lr=0.1, weight_decay=0.0, clip_grad=0.0)
+        wrapper = _wrapper("optim_grads")
+        optimizer = _build(config, wrapper)
+        for step in range(2):
+            before = _megatron.weights(wrapper)
+            wrapper.zero_grad_buffer()
+            _backward(wrapper, step)
+            megatron_step().finalize_model_grads([wrapper])
+            optimizer.step()
+            moved = {name: (weight - before[name]).abs() for name, weight in _megatron.weights(wrapper).items()}
+            is_sign = {name: torch.allclose(by, torch.full_like(by, 0.1), atol=1e-6) for name, by in moved.items()}
+            # Lion moves all by the rate. So does the first step of Adam alone.
+            assert is_sign["decoder.layers.0.mlp.linear_fc2.bias"], step
+            assert not is_sign["decoder.layers.0.mlp.linear_fc1.weight"], step
+
+
+@pytest.mark.parametrize("strategy", [None, "optim"])
+@on_ranks(2)
+def test_force_all_reduce_leaves_whole_gradients(strategy: str | None) -> None:
+    with _megatron.groups():
+        plain = _megatron.build()
+        for rank in range(2):
+            _backward(plain, rank)
+        expected = {name: parameter.grad / 2 for name, parameter in plain.named_parameters()}
+        for force in (False, True):
+            wrapper = _wrapper(strategy, use_distributed_optimizer=True)
+            wrapper.zero_grad_buffer()
+            _backward(wrapper, dist.get_rank())
+            megatron_step().finalize_model_grads([wrapper], force_all_reduce=force)
+            found = {name: parameter.main_grad for name, parameter in wrapper.module.named_parameters()}
+            are_close = [torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6) for name, grad in expected.items()]
+            assert all(are_close) == force
+
+
+@on_ranks(1)
 def test_settings_of_the_wrapper_that_change_numbers_are_refused() -> None:
     for name, value in (("num_distributed_optimizer_instances", 2), ("delay_wgrad_compute", True)):
         with pytest.raises(ParallelConfigError if name[0] == "n" else ConfigError, match=f"{name} is {value}"):
@@ -201,12 +258,33 @@ def megatron_step() -> Any:
 
 def _optimizer(strategy: str | None, bf16: bool = False, **fields: Any) -> Any:
     """Returns the optimizer of a new model under a strategy's wrapper, or under the adapter's replicas."""
+    return _build(_config(optimizer="adam", bf16=bf16, **fields), _wrapper(strategy, bf16))
+
+
+def _wrapper(strategy: str | None, bf16: bool = False, **settings: Any) -> Any:
     from core.adapters import megatron_lm  # isort: skip  # before what it replaces is imported
 
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     chosen = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy} if strategy else {}
-    settings = DistributedDataParallelConfig(**chosen)
-    wrapper = _megatron.wrap(megatron_lm.DistributedDataParallel, _megatron.build(bf16=bf16), settings)
-    return get_megatron_optimizer(OptimizerConfig(optimizer="adam", bf16=bf16, **fields), [wrapper])
+    config = DistributedDataParallelConfig(**chosen, **settings)
+    return _megatron.wrap(megatron_lm.DistributedDataParallel, _megatron.build(bf16=bf16), config)
+
+
+def _config(**fields: Any) -> Any:
+    """Returns Megatron-LM's settings of an optimizer. Fields of newer versions are added."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    newer = [(name, Any, None) for name in fields if not hasattr(OptimizerConfig, name)]
+    return make_dataclass("OptimizerConfig", newer, bases=(OptimizerConfig,))(**fields)
+
+
+def _build(config: Any, wrapper: Any) -> Any:
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    return get_megatron_optimizer(config, [wrapper])
+
+
+def _backward(model: Any, rank: int) -> None:
+    text = _megatron.tokens(0, 0, rank)
+    model(text, torch.arange(_megatron.SEQUENCE).expand_as(text), None, labels=text.roll(-1, 1)).mean().backward()

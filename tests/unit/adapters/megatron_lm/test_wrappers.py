@@ -173,3 +173,29 @@ def test_a_model_or_config_that_it_cannot_take_is_one_line() -> None:
         _megatron.raises_one_line(
             ConfigError, "nothing says how to initialise", _megatron.wrap, kind, _megatron.build().to("meta")
         )
+
+
+@on_ranks(2)
+def test_groups_are_taken_by_position() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from core.adapters import megatron_lm
+
+    sharded = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    with _megatron.groups():
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.dp_cp = groups.dp = dist.new_group([0, 1])  # the same ranks, another group
+        for name, fields, more in (
+            ("DistributedDataParallel", {}, (False, groups)),
+            ("FullyShardedDataParallel", sharded, (None, False, None, groups)),
+            (
+                "FullyShardedDataParallel",
+                sharded | {"data_parallel_sharding_strategy": "optim"},
+                (None, False, None, groups),
+            ),
+            ("TorchFullyShardedDataParallel", {}, (None, False, groups.dp_cp)),
+        ):
+            model, settings = _megatron.build(), DistributedDataParallelConfig(**fields)
+            wrapper = getattr(megatron_lm, name)(model.config, settings, model, *more)
+            assert wrapper.process_group is groups.dp_cp, name

@@ -91,6 +91,12 @@ def test_defaults_are_those_of_megatron_lms_parser():
         ("--wandb-project p --wandb-exp-name e", "run", {"wandb_exp_name": "e", "wandb_project": "p"}),
         ("--split '99,1,0'", "data", {"split": "99,1,0"}),
         ("--save-retain-interval 5", "checkpoint", {"keep_last": 1, "keep_every": 5}),
+        ("", "ddp", {"check_for_nan_in_grad": True}),
+        ("--no-check-for-nan-in-loss-and-grad", "ddp", {"check_for_nan_in_grad": False}),
+        ("--fp16", "ddp", {"check_for_nan_in_grad": False}),
+        ("--fp16 --loss-scale 8", "ddp", {"check_for_nan_in_grad": True}),
+        ("--use-torch-fsdp2", "ddp", {"check_for_nan_in_grad": True}),
+        ("--no-load-optim --load-main-params-from-ckpt", "checkpoint", {"load_optim": False}),
         ("--no-load-optim --no-save-rng", "checkpoint", {"load_optim": False, "load_rng": True, "save_rng": False}),
     ],
 )
