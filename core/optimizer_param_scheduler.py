@@ -15,7 +15,7 @@ WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 
 _CHECKPOINTED = (
-    *("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "wsd_decay_steps"),
+    *("max_lr", "min_lr", "lr_decay_steps", "lr_warmup_steps", "lr_decay_style", "wsd_decay_steps"),
     *("lr_wsd_decay_style", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
 )
 
