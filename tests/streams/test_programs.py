@@ -144,6 +144,37 @@ def test_offloaded_activations_are_free_after_two_layers() -> None:
     assert many - few >= 8 * activation  # the inputs of layers, which the activation functions' outputs are
 
 
+class _WithGradient(nn.Module):
+    """Computes a gradient through another offloaded layer in the middle of its forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.outer = nn.Linear(8, 8)
+        self._inner = [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(
+            self._inner[0](x.detach().requires_grad_()).sum(), [*self._inner[0].parameters()][:1]
+        )
+        output: Tensor = torch.tanh(self.outer(x)) * slope.mean()
+        return output
+
+
+def _offloads_around_a_backward() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    outer = _WithGradient(inner)
+    offload_activations(
+        UnitTransform(modules=(layer,), recomputes="none", is_compiled=False, offloads=True)
+        for layer in (inner, outer)
+    )
+    for _ in range(2):
+        outer(torch.ones(256, 8)).square().mean().backward()
+
+
+def test_a_backward_within_a_forward_leaves_offloading_intact() -> None:
+    assert_no_race(_offloads_around_a_backward)
+
+
 OFFLOADED = {"cpu_offload": True, "param_dtype": "bf16"}
 
 

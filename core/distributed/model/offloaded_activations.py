@@ -74,9 +74,9 @@ class _Order:
         ends[:] = [copied]
 
     def begin_backward(self) -> None:
-        """Nothing leaves any more."""
-        while self._leaving:
-            _free(*self._leaving.popleft())
+        """Frees what has left. A forward that is under way, around this backward, goes on to add its tensors."""
+        for leaving in self._leaving:
+            _free(*leaving)
 
 
 def _free(tensors: list[Tensor], ends: list[streams.Event]) -> None:
