@@ -206,6 +206,14 @@ class _Block(AbstractContextManager[Generation]):
         return generation
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        try:
+            return self._leave(error)
+        finally:
+            defer_explanations(False)
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """Returns whether the error of the block, or of its last barrier, is that of a generation that has ended."""
+        came_from_the_block = error is not None
         if error is None:
             try:
                 if dist.is_initialized():
@@ -216,7 +224,6 @@ class _Block(AbstractContextManager[Generation]):
                 self._launcher.leave()
                 self._launcher.is_over = True
                 tell_launcher(Done(self._launcher.number))
-                defer_explanations(False)
                 return False
         if not isinstance(error, Exception):
             return False
@@ -225,7 +232,7 @@ class _Block(AbstractContextManager[Generation]):
             defer_explanations(False)
             if dist.is_initialized():
                 raise_out_of_step(error)
-            if kind is None:
+            if not came_from_the_block:
                 raise error
             return False
         cause: BaseException | None = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from core.base.errors import OutOfStepError
 from core.comm import lane
+from core.comm.out_of_step import raise_out_of_step
 from core.training.launch import generations
 from core.training.launch.messages import Generation, encode
 from tests.unit._ranks import fake_world
@@ -71,3 +73,14 @@ def test_groups_of_gloo_are_not_aborted(launcher: socket.socket, monkeypatch: py
         launcher.sendall(encode(Generation(number=1, limit_s=60.0)))
         assert generations._launcher[0].has_ended(10.0) and not lane.groups_are_aborted.is_set()
         raise OutOfStepError("of the step")
+
+
+@pytest.mark.parametrize("error", [OutOfStepError("of a generation that has ended"), KeyboardInterrupt()], ids=repr)
+def test_failures_are_explained_again_after_a_block(error: BaseException, launcher: socket.socket):
+    launcher.sendall(encode(Generation(number=0, limit_s=60.0)))
+    with fake_world(rank=0, world_size=2), suppress(KeyboardInterrupt), next(generations.generations()):
+        launcher.sendall(encode(Generation(number=1, limit_s=60.0)))
+        assert generations._launcher[0].has_ended(10.0)
+        raise error
+    with fake_world(rank=0, world_size=2), pytest.raises(OutOfStepError, match="The backend said: timed out"):
+        raise_out_of_step(dist.DistBackendError("timed out"))
