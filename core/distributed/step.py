@@ -24,7 +24,7 @@ class Phase(Enum):
     """Global gradients, summed over sequence-parallel ranks and divided by tokens, after `finalize_model_grads`."""
 
     UNSCALED = "unscaled"
-    """Used: an optimizer has divided them by its loss scale, in place."""
+    """Used: `shard_optimizer`'s step has divided them by its loss scale, in place."""
 
     LATE = "late"
     """Invalid: a backward brought a gradient after it could be reduced with the others, which was dropped."""
@@ -59,7 +59,7 @@ class Step:
     broken        an engine that finds a backward which did not end
     reduced       `finish_grad_sync`; FSDP2, whose last backward has reduced all
     finalized     `finalize_model_grads`
-    unscaled      an optimizer of `shardstack.optimizer` with a loss scale
+    unscaled      an optimizer of `shard_optimizer` with a loss scale
     zeroed        `zero_grad_buffer`, from any phase
     ============  ============================================================
     """
@@ -71,8 +71,6 @@ class Step:
         self.number = 0
         # The parameter whose gradient came too late, where it is known; valid only in the phase LATE.
         self._late_parameter = ""
-        # The phase before UNSCALED, and valid only in it.
-        self._before_unscaled = Phase.ZEROED
 
     @property
     def is_reduced(self) -> bool:
@@ -100,8 +98,7 @@ class Step:
         """
         if phase is Phase.REDUCED and self.phase not in (Phase.ZEROED, Phase.ACCUMULATING):
             return
-        self._before_unscaled, self._late_parameter = self.phase, parameter
-        self.phase = phase
+        self.phase, self._late_parameter = phase, parameter
         if phase is Phase.REDUCED:
             self.number += 1
 
@@ -118,14 +115,6 @@ class Step:
             self.enter(Phase.ACCUMULATING)
         else:
             self.enter(Phase.LATE)
-
-    def undo_unscaled(self) -> None:
-        """Restores the phase before a step that was skipped, so that gradients were not divided.
-
-        Does nothing if gradients were zeroed or added to since.
-        """
-        if self.phase is Phase.UNSCALED:
-            self.phase = self._before_unscaled
 
 
 _INVALID = {

@@ -8,11 +8,11 @@ for that run. (Rajbhandari et al., 2020.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments
@@ -64,8 +64,8 @@ class DistributedOptimizer(MegatronOptimizer):
         """
         return full_param_layout(params, bucket_size, data_parallel_world_size, ddp_config)
 
-    def _publish_parameters(self) -> None:
-        super()._publish_parameters()
+    def _publish_parameters(self, weights: Mapping[Tensor, Tensor] | None = None) -> None:
+        super()._publish_parameters(weights)
         for wrapper in self._wrappers:
             if isinstance(wrapper, DistributedDataParallel):  # others gather parameters in forward
                 wrapper.start_param_sync()

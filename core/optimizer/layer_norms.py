@@ -18,7 +18,6 @@ from ..base.errors import OptimizerError
 from ..dist_checkpointing.agreement import pipeline_ranks
 from .distrib_optimizer import groups_of_model
 from .exact_sums import ExactStatistics
-from .main_params import take_gradients
 from .main_ranges import collect_main_params
 from .optimizer import MegatronOptimizer
 
@@ -106,7 +105,7 @@ class LayerNorms:
             if optimizer.main_params is not self._params:
                 self._find_params()
             scale = optimizer.grad_scaler.scale if optimizer.grad_scaler is not None else 1.0
-        gradient = self._norms_of(take_gradients(self._params)) / scale
+        gradient = self._norms_of([p.take_gradient() for p in self._params]) / scale
         self._before = [p.main.clone() for p in self._params], gradient
 
     @torch.no_grad()

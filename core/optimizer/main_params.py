@@ -7,7 +7,7 @@ overwrite the new values from the fp32 masters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,7 +56,7 @@ class MainParam:
     main: Tensor = field(init=False)
     """The tensor to update, in the shape of `local`. Set once. A view shares the parameter's memory, and is valid
     while the parameter keeps its storage, which `check_storage` checks. The optimizer owns a master's memory. ``grad``
-    is set only during the update: `MegatronOptimizer._update` sets and clears it."""
+    is set only during the update of a torch optimizer: `TorchRule.update` sets and clears it."""
 
     is_low_precision: bool = field(init=False)
     """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master. Fixed."""
@@ -140,7 +140,7 @@ class MainParam:
             )
 
     def take_gradient(self) -> Tensor | None:
-        """Returns this step's gradient, in the local shape.
+        """Returns this step's gradient, in the local shape and in its own dtype.
 
         Raises:
             OptimizerError: a sparse gradient, or one of another shape.
@@ -162,28 +162,15 @@ def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
-    """Returns the step's gradients in the dtypes of the main tensors, casting all others in one call.
-
-    Raises:
-        OptimizerError: see `MainParam.take_gradient`.
-    """
-    grads = [p.take_gradient() for p in params]
-    to_cast = [i for i, grad in enumerate(grads) if grad is not None and grad.dtype != params[i].main.dtype]
-    if to_cast:
-        sources = [grad for i in to_cast if (grad := grads[i]) is not None]
-        copies = [torch.empty_like(grad, dtype=params[i].main.dtype) for i, grad in zip(to_cast, sources, strict=True)]
-        torch._foreach_copy_(copies, sources)
-        for i, copy in zip(to_cast, copies, strict=True):
-            grads[i] = copy
-    return grads
+def low_precision_weights(params: Sequence[MainParam]) -> dict[Tensor, Tensor]:
+    """Returns this rank's part of each parameter in low precision by its master."""
+    return {p.main: p.local() for p in params if p.is_low_precision}
 
 
-def refresh_parameters(params: Sequence[MainParam]) -> None:
-    """Writes the masters into their parameters in low precision."""
-    low = [p for p in params if p.is_low_precision]
-    if low:
-        torch._foreach_copy_([p.local() for p in low], [p.main for p in low])
+def refresh_parameters(weights: Mapping[Tensor, Tensor]) -> None:
+    """Writes masters, the keys, into their parameters in low precision."""
+    if weights:
+        torch._foreach_copy_(list(weights.values()), list(weights))
 
 
 def refresh_masters(params: Sequence[MainParam]) -> None:

@@ -5,7 +5,7 @@ The device decides the outcome of a step, and the host learns it later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
 from ..base.module_protocol import ModelContents, unwrap_model
+from ..comm.lane import known_on_host
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.engine.engine import owner_of
 from ..distributed.step import Phase
@@ -20,7 +21,7 @@ from ..distributed.step_marks import note_own_optimizer
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler, PendingOutcome, StepOutcome
-from .main_params import MainParam, WrittenParams, refresh_parameters, take_gradients
+from .main_params import MainParam, WrittenParams, low_precision_weights, refresh_parameters
 from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
@@ -36,10 +37,13 @@ class MegatronOptimizer(OptimizerState):
     The protocol of a step, in the order of :meth:`step`; every rank of the model takes part in all phases::
 
         gather and check   each gradient's local part, ``main_grad`` where present, else ``grad``; the global norm
-        clip               gradients are multiplied in place, once, by 1 / loss scale and the clip coefficient
-        update             each rank updates its own shards
+        clip               the factor of gradients: 1 / loss scale, times the clip coefficient
+        update             each rank updates its own shards, and multiplies gradients as it reads them
         publish            parameters in low precision are refreshed from masters; ranks that share a parameter's
                            update exchange the updated shards (only in :class:`DistributedOptimizer`)
+
+    A step writes to no gradient, unless it runs a torch optimizer (`shard_optimizer`), whose gradients are multiplied
+    in place, as by torch's `clip_grad_norm_`.
 
     Call `finalize_model_grads` before the step; otherwise the step raises. Parameters without a gradient are not
     updated, as in torch: under a wrapper these are the frozen ones. If other code has written to parameters in low
@@ -150,7 +154,7 @@ class MegatronOptimizer(OptimizerState):
         else:
             written_flags = None
             self._written_params.refresh_masters()
-        grads = take_gradients(self._params)
+        grads = [p.take_gradient() for p in self._params]
         scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad).unbind()
         norm = norm / torch.full_like(norm, scale)  # a number in place of the tensor is not divided by on CUDA
@@ -167,23 +171,30 @@ class MegatronOptimizer(OptimizerState):
             return
 
         # Clip.
+        factor: Tensor | None = None
         if self.config.clip_grad > 0.0 or scale != 1.0:
             factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
             factor = torch.where(is_finite, factor, torch.ones_like(factor))
-            multiply_gradients([grad for grad in grads if grad is not None], factor)
-            for wrapper in self._wrappers:
-                wrapper.engine.gradients.gather(again=True)
+            factor = None if known_on_host(factor) == 1.0 else factor
+        gradients = {p.main: grad for p, grad in zip(self._params, grads, strict=True) if grad is not None}
+        if not self.rule.skips_on_device:
+            gradients, factor = self._clipped_in_place(gradients, factor), None
 
         # Update.
-        self._update(grads, is_finite)
+        weights = low_precision_weights(self._params)
+        try:
+            self.rule.update(gradients, is_finite, factor, weights)
+        except BaseException:
+            self._pending = self._on_outcome = None  # there is no update to conclude
+            raise
         if self.average is not None:
             self.average.note_update(is_finite)
 
         # Publish.
-        self._publish_parameters()
+        self._publish_parameters(weights)
         for wrapper in self._wrappers:
             wrapper.engine.updated()
-            if self.grad_scaler is not None:
+            if not self.rule.skips_on_device and self.grad_scaler is not None:
                 wrapper.step.enter(Phase.UNSCALED)
 
     def _reduce_gradients(self) -> None:
@@ -210,18 +221,14 @@ class MegatronOptimizer(OptimizerState):
         for p in self._checked_here:
             p.check_storage()
 
-    def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
-        """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""
-        for p, grad in zip(self._params, grads, strict=True):
-            p.main.grad = grad
-        try:
-            self.rule.update(is_finite)
-        except BaseException:
-            self._pending = self._on_outcome = None  # there is no update to conclude
-            raise
-        finally:
-            for p in self._params:  # else the gradient's memory would outlive the model's own reference to it
-                p.main.grad = None
+    def _clipped_in_place(self, gradients: dict[Tensor, Tensor], factor: Tensor | None) -> dict[Tensor, Tensor]:
+        """Returns gradients for a torch optimizer: in the dtypes of main tensors, and multiplied where they are."""
+        ready = {main: grad.to(main.dtype) for main, grad in gradients.items()}
+        if factor is not None:
+            multiply_gradients(list(ready.values()), factor)
+            for wrapper in self._wrappers:
+                wrapper.engine.gradients.gather(again=True)
+        return ready
 
     def finish_step(self) -> None:
         """Waits until the device has decided whether the last step made an update.
@@ -245,17 +252,19 @@ class MegatronOptimizer(OptimizerState):
             self.grad_scaler.update(not outcome.has_update)
         if not outcome.has_update:
             self.rule.take_back(pending.params)
-            for wrapper in self._wrappers:
-                wrapper.step.undo_unscaled()
         elif self.average is not None:
             self.average.num_averaged += 1
         on_outcome, self._on_outcome = self._on_outcome, None
         if on_outcome is not None:
             on_outcome(outcome)
 
-    def _publish_parameters(self) -> None:
-        """Copies updated or loaded values into the model's parameters."""
-        refresh_parameters(self._params)
+    def _publish_parameters(self, weights: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Copies updated or loaded values into the model's parameters.
+
+        Args:
+            weights: those in low precision that do not have them yet, by master. None is all.
+        """
+        refresh_parameters(low_precision_weights(self._params) if weights is None else weights)
         self._written_params.note_agreement()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """Waits until the host knows the outcome of the last step."""
 
     @abstractmethod
-    def _publish_parameters(self) -> None:
+    def _publish_parameters(self, weights: Mapping[Tensor, Tensor] | None = None) -> None:
         """Copies updated or loaded values into the model's parameters."""
 
     @property

@@ -94,10 +94,22 @@ class TorchRule:
             return value
         return p.part_of(value).to(p.main.dtype if value.dtype == p.param.dtype else value.dtype, copy=True)
 
-    def update(self, is_finite: Tensor) -> None:
-        """Updates every main tensor that has a gradient. `MegatronOptimizer` has asked whether it is finite."""
+    def update(
+        self, gradients: Mapping[Tensor, Tensor], is_finite: Tensor, *unused: Tensor | Mapping[Tensor, Tensor] | None
+    ) -> None:
+        """Updates every main tensor that has a gradient. `MegatronOptimizer` has asked whether it is finite.
+
+        Args:
+            gradients: by main tensor, in its dtype, and multiplied.
+        """
         self._absent.clear()
-        type(self.optimizer).step(self.optimizer)
+        for main, gradient in gradients.items():
+            main.grad = gradient
+        try:
+            type(self.optimizer).step(self.optimizer)
+        finally:
+            for main in gradients:  # else the gradient's memory would outlive the model's own reference to it
+                main.grad = None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     def take_back(self, mains: Iterable[Tensor]) -> None:

@@ -4,17 +4,22 @@ torch's fused CPU kernels are four times as fast as its foreach ones. But scalar
 of a tensor that do not fill a vector register, and rounds differently (it contracts multiply and add differently).
 Sharding moves that end, so a sharded run would drift from a replicated one by an ulp a step. Here the ends of all
 tensors are copied into one padded tensor, so that vector code computes every element.
+
+Gradients are multiplied, and converted from low precision, a chunk at a time right before the kernel that reads them,
+and parameters in low precision are written right after it. No second copy of the gradients is allocated, and on a CPU
+the chunk stays in its cache, so that main memory is read and written once for each tensor of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.device import is_on_gpu
 from ..base.errors import ConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .main_params import MainParam
@@ -28,6 +33,11 @@ Kernel = Callable[[Columns], None]
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 LION_STATE = ("exp_avg",)
+
+CHUNK_ELEMENTS = 1 << 18
+"""Elements that are converted at a time on a CPU: with the tensors of their update 5 MiB, which its cache holds."""
+GPU_CHUNK_ELEMENTS = 1 << 24
+"""The same on a GPU, where launches would take longer than the update of fewer."""
 
 VECTOR_ELEMENTS = 16
 """At least the elements of a CPU's widest vector register, and what the kernels' threads split by (64 bytes)."""
@@ -53,18 +63,59 @@ class SkippableRule(torch.optim.Optimizer):
     table: str = ""
     """What updates each parameter, as text for a log. Empty if all have one rule."""
 
+    factor: Tensor | None = None
+    """A 0-dim tensor by which gradients are multiplied as they are read; None is 1. Set and cleared as `found_inf`."""
+
+    _gradients: Mapping[Tensor, Tensor] | None = None
+    """The gradients of `update`, by parameter; None where torch's `step` was called, which reads each parameter's
+    ``grad``. Set and cleared as `found_inf`."""
+
+    _weights: MutableMapping[Tensor, Tensor] = {}
+    """The weights of `update` that are not written yet. Set and cleared as `found_inf`."""
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The rule itself."""
         return self
 
-    def update(self, is_finite: Tensor) -> None:
-        """Updates every parameter that has a gradient, unless `is_finite` is False."""
-        self.found_inf = is_finite.logical_not().float()
+    def update(
+        self,
+        gradients: Mapping[Tensor, Tensor],
+        is_finite: Tensor,
+        factor: Tensor | None,
+        weights: MutableMapping[Tensor, Tensor],
+    ) -> None:
+        """Updates every parameter that has a gradient, unless `is_finite` is False.
+
+        Args:
+            gradients: by parameter, in its shape and in any dtype. They are not written to.
+            factor: of all gradients, 0-dim; None is 1.
+            weights: by parameter, its copy in low precision. The rule may write updated values to some of them, and
+                removes these.
+        """
+        self.found_inf, self.factor = is_finite.logical_not().float(), factor
+        self._gradients, self._weights = gradients, weights
         try:
             self.step()
         finally:
-            self.found_inf = None
+            self.found_inf = self.factor = self._gradients = None
+            self._weights = {}
+
+    def gradient_of(self, param: Tensor) -> Tensor | None:
+        """Returns a parameter's gradient as it came, before it is multiplied."""
+        return param.grad if self._gradients is None else self._gradients.get(param)
+
+    def as_read(self, grads: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Returns gradients of one device in `dtype`, multiplied by `factor`: the same where that changes nothing."""
+        if {grad.dtype for grad in grads} - {dtype}:
+            copies = [torch.empty_like(grad, dtype=dtype) for grad in grads]
+            torch._foreach_copy_(copies, list(grads))
+            if self.factor is not None:
+                torch._foreach_mul_(copies, self.factor.to(copies[0].device, dtype))
+            return copies
+        if self.factor is None or not grads:
+            return grads
+        return torch._foreach_mul(list(grads), self.factor.to(grads[0].device, dtype))
 
     def take_back(self, mains: Iterable[Tensor]) -> None:
         """Lowers the step counts of `mains` by one, after the device has skipped the step."""
@@ -121,8 +172,8 @@ class SGD(SkippableRule):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
-            params = [p for batch in count_steps(self, group["params"]).values() for p in batch]
-            _update(partial(_sgd, group, self.found_inf), self, params, self.state_names)
+            pairs = [pair for batch in count_steps(self, group["params"]).values() for pair in batch]
+            _update(partial(_sgd, group, self.found_inf), self, pairs, self.state_names)
 
 
 def lion(group: dict[str, Any], columns: Columns) -> None:
@@ -137,8 +188,8 @@ def lion(group: dict[str, Any], columns: Columns) -> None:
 
 def update_by_adamw(rule: SkippableRule, group: dict[str, Any]) -> None:
     """Updates every parameter of a group that has a gradient, by the group's settings."""
-    for count, params in count_steps(rule, group["params"]).items():
-        _update(partial(_adamw, group, count, rule.found_inf), rule, params, ADAM_STATE)
+    for count, pairs in count_steps(rule, group["params"]).items():
+        _update(partial(_adamw, group, count, rule.found_inf), rule, pairs, ADAM_STATE)
 
 
 def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
@@ -216,27 +267,64 @@ def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, .
     return state
 
 
-def count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:
-    """Counts a step for every parameter with a gradient, and groups non-empty parameters by their count."""
-    batches: dict[int, list[Tensor]] = {}
+def count_steps(rule: SkippableRule, params: list[Tensor]) -> dict[int, list[list[Tensor]]]:
+    """Counts a step for every parameter with a gradient, and groups non-empty ones, with theirs, by their count."""
+    batches: dict[int, list[list[Tensor]]] = {}
+    own = rule._gradients
     for p in params:
-        if p.grad is None:
+        grad = p.grad if own is None else own.get(p)  # no call of `gradient_of` for each parameter
+        if grad is None:
             continue
         state = rule.state[p]
         state["step"] = state.get("step", 0) + 1
         if p.numel():
-            batches.setdefault(state["step"], []).append(p)
+            batches.setdefault(state["step"], []).append([p, grad])
     return batches
 
 
-def _update(kernel: Kernel, rule: torch.optim.Optimizer, params: list[Tensor], names: tuple[str, ...]) -> None:
-    """Runs `kernel` over the columns parameters, gradients and states, one call for each device and dtype."""
-    batches: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
-    for p in params:
-        state = ensure_state(rule, p, names)
-        batches.setdefault((p.device, p.dtype), []).append([p, p.grad, *(state[name] for name in names)])  # type: ignore[list-item]
-    for rows in batches.values():
-        in_whole_vectors(kernel, rows)
+def _update(kernel: Kernel, rule: SkippableRule, pairs: list[list[Tensor]], names: tuple[str, ...]) -> None:
+    """Runs `kernel` over the columns parameters, gradients and states, a chunk of a device and dtype at a time.
+
+    Writes the updated values to the weights in low precision that `rule` has of these parameters.
+
+    Args:
+        pairs: parameters and their gradients.
+    """
+    batches: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}
+    for p, grad in pairs:
+        state, weight = ensure_state(rule, p, names), rule._weights.pop(p, None)
+        row = [p, grad, *[state[name] for name in names], *([] if weight is None else [weight])]
+        batches.setdefault((p.device, p.dtype, weight is not None), []).append(row)
+    for (_, dtype, has_weights), rows in batches.items():
+        is_read_as_is = rule.factor is None and {row[1].dtype for row in rows} == {dtype}
+        elements = GPU_CHUNK_ELEMENTS if is_on_gpu(rows[0][0]) else CHUNK_ELEMENTS
+        for chunk in [rows] if is_read_as_is and not has_weights else _chunks(rows, elements):
+            mains, grads, *others = zip(*chunk, strict=True)
+            weights = others.pop() if has_weights else ()
+            columns = [mains, rule.as_read(grads, dtype), *others]
+            in_whole_vectors(kernel, [list(row) for row in zip(*columns, strict=True)])
+            if weights:
+                torch._foreach_copy_(list(weights), list(mains))
+
+
+def _chunks(rows: Sequence[list[Tensor]], elements: int) -> Iterator[list[list[Tensor]]]:
+    """Yields rows in chunks of at least so many elements and less than twice as many.
+
+    Long tensors are cut where a vector ends. One that is not contiguous stays whole.
+    """
+    chunk, held = [], 0
+    for row in rows:
+        pieces = [row]
+        if row[0].numel() > elements and all(tensor.is_contiguous() for tensor in row):
+            pieces = [list(piece) for piece in zip(*[tensor.view(-1).split(elements) for tensor in row], strict=True)]
+        for piece in pieces:
+            chunk.append(piece)
+            held += piece[0].numel()
+            if held >= elements:
+                yield chunk
+                chunk, held = [], 0
+    if chunk:
+        yield chunk
 
 
 def in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]]) -> None:

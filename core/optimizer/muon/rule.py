@@ -114,8 +114,8 @@ class Muon(rules.SkippableRule):
                 continue
             by_count = rules.count_steps(self, group["params"])
             if group["optimizer"] == "lion" and skips != 1.0:
-                params = [p for batch in by_count.values() for p in batch]
-                rows = [[p, p.grad, rules.ensure_state(self, p, rules.LION_STATE)["exp_avg"]] for p in params]
+                params = [p for batch in by_count.values() for p, _ in batch]
+                rows = [[p, self._read(p), rules.ensure_state(self, p, rules.LION_STATE)["exp_avg"]] for p in params]
                 self._run(partial(rules.lion, group), rows, columns=(0, 2))
         if skips == 1.0 or not self._mains:  # a pipeline stage may have no matrix
             return
@@ -135,7 +135,7 @@ class Muon(rules.SkippableRule):
     def _start_bringing(self, bucket: int) -> Arrival:
         """Starts to bring what a bucket's owners need: updates, or gradients where they hold the momentum."""
         mains = {param: self._mains[param] for param in self._owners.buckets[bucket]}
-        grads = {param: torch.zeros_like(p) if p.grad is None else p.grad for param, p in mains.items()}
+        grads = {param: self._read(p) for param, p in mains.items()}
         if self._owner_holds_momentum:
             flat = {param: grad.reshape(-1) for param, grad in grads.items()}
             return self._owners.start_bringing(bucket, flat, self._dtype)
@@ -143,11 +143,16 @@ class Muon(rules.SkippableRule):
         rows = [
             [grads[param], rules.ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM], updates[param]]
             for param, p in mains.items()
-            if p.grad is not None and p.numel()
+            if self.gradient_of(p) is not None and p.numel()
         ]
         self._run(partial(_advance, self.recipe), rows, columns=(1,))
         flat = {param: update.view(-1) for param, update in updates.items()}
         return self._owners.start_bringing(bucket, flat, self._sent_dtype)
+
+    def _read(self, p: Tensor) -> Tensor:
+        """Returns a parameter's gradient in its dtype, multiplied, or zeros where it has none."""
+        grad = self.gradient_of(p)
+        return torch.zeros_like(p) if grad is None else self.as_read([grad], p.dtype)[0]
 
     def _take(self, bringing: Arrival) -> dict[int, Tensor]:
         """Returns the updates of the matrices that this rank owns, by index."""
@@ -157,7 +162,7 @@ class Muon(rules.SkippableRule):
         updates, rows = {index: torch.zeros_like(grad) for index, grad in matrices.items()}, []
         for index, grad in matrices.items():
             main = self._mains[self._matrices[index].param]
-            if main.grad is not None:
+            if self.gradient_of(main) is not None:
                 momentum = self.state[main].setdefault(f"{_OWNED}{index}", torch.zeros_like(grad))
                 rows.append([grad, momentum, updates[index]])
         self._run(partial(_advance, self.recipe), rows, columns=(1,))
@@ -172,7 +177,7 @@ class Muon(rules.SkippableRule):
         rows: dict[tuple[float, float], list[list[Tensor]]] = {}
         for param, main in mains.items():
             group = group_of[main]
-            if main.grad is not None and main.numel():
+            if self.gradient_of(main) is not None and main.numel():
                 factors = 1 - group["lr"] * group["weight_decay"], group["lr"] * self._scales[param]
                 rows.setdefault(factors, []).append([main, updates[param].view(main.shape)])
         for factors, same in rows.items():

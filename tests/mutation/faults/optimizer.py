@@ -75,8 +75,8 @@ MUTATIONS = (
     Mutation(
         "the first master is not written back",
         "core.optimizer.optimizer.MegatronOptimizer._publish_parameters",
-        r"refresh_parameters\(self\._params",
-        "refresh_parameters(self._params[1:]",
+        r"low_precision_weights\(self\._params",
+        "low_precision_weights(self._params[1:]",
         (_OPTIMIZER,),
     ),
     Mutation(

@@ -14,7 +14,7 @@ from torch import nn
 from core import parallel_state
 from core.base.errors import ShardstackError
 from core.distributed import finalize_model_grads, wrap_model
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimizer
 from tests.unit._gpt import build_gpt, ddp_config, loss_of, micro_batches
 from tests.unit._runs import gradients
 from tests.unit._spawn import on_ranks, run_distributed
@@ -98,7 +98,7 @@ def _whole_gradients(wrapper: str, per_token: bool) -> dict[str, list[torch.Tens
     module = nn.Linear(5, 3)
     module.bias.sequence_parallel = True
     model = wrap_model(module, SimpleNamespace(calculate_per_token_loss=per_token), ddp_config(wrapper))
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.5), [model])
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, clip_grad=0.5)
     found: dict[str, list[torch.Tensor]] = {"weight": [], "bias": []}
 
     def note() -> None:
@@ -112,7 +112,7 @@ def _whole_gradients(wrapper: str, per_token: bool) -> dict[str, list[torch.Tens
         note()
         model.scale_gradients(0.25)
         note()
-        optimizer.step()  # which clips
+        optimizer.step()  # which clips in place
         note()
     return found
 

@@ -73,17 +73,6 @@ def test_another_reduction_ends_no_later_phase(phase: Phase) -> None:
     assert step.phase is phase
 
 
-def test_a_skipped_step_may_be_made_again_unless_zeroed():
-    step = Step()
-    for phase in (Phase.FINALIZED, Phase.UNSCALED):
-        step.enter(phase)
-    step.undo_unscaled()
-    assert step.phase is Phase.FINALIZED
-    step.enter(Phase.ZEROED)
-    step.undo_unscaled()
-    assert step.phase is Phase.ZEROED
-
-
 def test_a_step_is_counted_when_its_gradients_are_reduced():
     step = Step()
     for number in (1, 2):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from core.base.errors import OptimizerError
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.optimizer.main_params import MainParam, refresh_masters, refresh_parameters, take_gradients
+from core.optimizer.main_params import MainParam, low_precision_weights, refresh_masters, refresh_parameters
 
 
 def _main_param(module: nn.Module, attribute: str = "weight") -> MainParam:
@@ -30,7 +30,7 @@ def test_a_low_precision_parameter_has_a_master():
     p = _main_param(layer)
     assert p.main.dtype == torch.float32 and torch.equal(p.main, layer.weight.float())
     p.main.fill_(1.0009765625)
-    refresh_parameters([p])
+    refresh_parameters(low_precision_weights([p]))
     assert torch.equal(layer.weight, torch.ones_like(layer.weight))
     with torch.no_grad():
         layer.weight.fill_(3.0)
@@ -48,17 +48,6 @@ def test_main_grad_takes_precedence():
     actual = weight.take_gradient(), bias.take_gradient()
     assert actual[0] is not None and actual[0].data_ptr() == layer.weight.main_grad.data_ptr()
     assert actual[1] is not None and actual[1].data_ptr() == layer.bias.grad.data_ptr()
-
-
-def test_low_precision_gradients_are_converted():
-    layer = nn.Linear(3, 2, dtype=torch.bfloat16)
-    layer.weight.grad = torch.full((2, 3), 0.5, dtype=torch.bfloat16)
-    whole = nn.Linear(3, 2)
-    whole.weight.grad = torch.ones(2, 3)
-    params = [_main_param(whole), _main_param(layer), _main_param(layer, "bias")]
-    unchanged, actual, missing = take_gradients(params)
-    assert actual is not None and actual.dtype == torch.float32 and torch.equal(actual, torch.full((2, 3), 0.5))
-    assert unchanged is not None and unchanged.data_ptr() == whole.weight.grad.data_ptr() and missing is None
 
 
 def test_mismatched_gradients_are_refused_by_name():

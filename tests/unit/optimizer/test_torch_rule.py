@@ -205,9 +205,9 @@ def test_state_is_known_before_the_first_step(name: str, dtype: torch.dtype) -> 
         kept = rule.state_of(main)
         assert kept.keys() == tensors and rule.numbers_of(main) is None
         assert all(value.shape == main.shape and value.dtype == dtype for value in kept.values())
-        main.grad = torch.ones_like(main)
-    rule.update(torch.tensor(True))
-    main = optimizer.param_groups[0]["params"][0]
+    mains = optimizer.param_groups[0]["params"]
+    rule.update({main: torch.ones_like(main) for main in mains}, torch.tensor(True))
+    main = mains[0]
     assert (rule.numbers_of(main) or {}).keys() == numbers
     state, kept_numbers = dict(optimizer.state[main]), rule.numbers_of(main)
     rule.set_numbers(main, None)
