@@ -170,7 +170,7 @@ def _without_layers(preset: Preset, fields: dict[str, Any], *, has_loss: bool) -
 def _count(preset: Preset, fields: dict[str, Any]) -> Iterator[tuple[_StepBytes, Any, Tensor]]:
     """Builds a model of one layer on meta, whose kernels are those of a GPU; yields it and a micro-batch."""
     from core.base.device import CPU_STANDS_FOR_GPU
-    from core.tensor_parallel.cross_entropy import Fused
+    from core.base.fused import Fused
     from core.transformer.dot_product_attention import DotProductAttention
     from core.transformer.norms import RMSNorm
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..base.device import is_on_gpu
 from ..base.errors import ConfigError
 from ..process_groups_config import ProcessGroupCollection
+from .adamw_in_one_pass import update_in_one_pass
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides
@@ -189,7 +190,10 @@ def lion(group: dict[str, Any], columns: Columns) -> None:
 def update_by_adamw(rule: SkippableRule, group: dict[str, Any]) -> None:
     """Updates every parameter of a group that has a gradient, by the group's settings."""
     for count, pairs in count_steps(rule, group["params"]).items():
-        _update(partial(_adamw, group, count, rule.found_inf), rule, pairs, ADAM_STATE)
+        in_one_pass = partial(
+            update_in_one_pass, group=group, count=count, found_inf=rule.found_inf, factor=rule.factor
+        )
+        _update(partial(_adamw, group, count, rule.found_inf), rule, pairs, ADAM_STATE, in_one_pass)
 
 
 def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
@@ -282,20 +286,30 @@ def count_steps(rule: SkippableRule, params: list[Tensor]) -> dict[int, list[lis
     return batches
 
 
-def _update(kernel: Kernel, rule: SkippableRule, pairs: list[list[Tensor]], names: tuple[str, ...]) -> None:
+def _update(
+    kernel: Kernel,
+    rule: SkippableRule,
+    pairs: list[list[Tensor]],
+    names: tuple[str, ...],
+    in_one_pass: Callable[[list[list[Tensor]]], list[list[Tensor]]] = lambda rows: rows,
+) -> None:
     """Runs `kernel` over the columns parameters, gradients and states, a chunk of a device and dtype at a time.
 
     Writes the updated values to the weights in low precision that `rule` has of these parameters.
 
     Args:
         pairs: parameters and their gradients.
+        in_one_pass: updates rows of parameter, gradient, states, and weight where there is one; returns those that it
+            leaves to `kernel`.
     """
     batches: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}
     for p, grad in pairs:
         state, weight = ensure_state(rule, p, names), rule._weights.pop(p, None)
         row = [p, grad, *[state[name] for name in names], *([] if weight is None else [weight])]
         batches.setdefault((p.device, p.dtype, weight is not None), []).append(row)
-    for (_, dtype, has_weights), rows in batches.items():
+    for (_, dtype, has_weights), all_rows in batches.items():
+        if not (rows := in_one_pass(all_rows)):
+            continue
         is_read_as_is = rule.factor is None and {row[1].dtype for row in rows} == {dtype}
         elements = GPU_CHUNK_ELEMENTS if is_on_gpu(rows[0][0]) else CHUNK_ELEMENTS
         for chunk in [rows] if is_read_as_is and not has_weights else _chunks(rows, elements):

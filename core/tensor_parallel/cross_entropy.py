@@ -12,16 +12,15 @@ are read twice, and their gradient is written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base._torch_compat import missing_compiler
 from ..base.device import is_on_gpu
-from ..base.errors import ConfigError, warn_once
-from ..base.text import first_line
+from ..base.errors import ConfigError
+from ..base.fused import Fused
 from ..comm.collectives import all_reduce_by_backend
 from .groups import Group, check_ids, gather_first_dim, group_rank, group_size, reduce_scatter_first_dim, resolve_group
 from .weight_gradients import borrow_gradient_memory, lender_of
@@ -39,10 +38,6 @@ _GRADIENT = "the input gradient of the output layer"
 _PART_ELEMENTS = 2**20
 _GPU_PART_ELEMENTS = 2**26
 _LEAST_COLUMNS = 64
-
-_COMPILED_ON = ["cuda"]
-"""Device types to compile on. On a CPU a part of a matrix stays in the cache between operations, and compiling takes
-seconds."""
 
 
 def vocab_parallel_cross_entropy(
@@ -168,44 +163,6 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 def _parts(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
-
-
-class Fused:
-    """A function of a matrix and of vectors over its rows, compiled on a GPU and called directly elsewhere.
-
-    One compilation serves every number of rows; each number of columns has its own, so that its kernels read whole
-    words. If torch cannot compile here, warns once and calls the function directly.
-
-    Args:
-        function: `(matrix, *vectors) -> tensors`; may write to the matrix.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        # The compiled function. The first call on a GPU sets it, for all later ones.
-        self._compiled_function: Callable[..., Any] | None = None
-        # Whether torch cannot compile on this machine. The first call that fails sets it, so that no other one tries.
-        self._cannot_compile = False
-
-    def __call__(self, matrix: Tensor, *vectors: Tensor) -> Any:
-        is_traced = torch.compiler.is_compiling()  # the enclosing function's compiler compiles this too
-        if is_traced or self._cannot_compile or matrix.device.type not in _COMPILED_ON:
-            return self.function(matrix, *vectors)
-        if self._compiled_function is None:
-            self._compiled_function = torch.compile(self.function, dynamic=True)
-        torch._dynamo.mark_static(matrix, 1)
-        try:
-            return self._compiled_function(matrix, *vectors)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            raise
-        except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
-            self._cannot_compile = True
-            cause, remedy = missing_compiler(error) or (first_line(error), "")
-            warn_once(
-                f"torch cannot compile for {matrix.device.type} ({cause}): the loss in parts reads and writes its "
-                f"logits about ten times as often{'; ' * bool(remedy)}{remedy}"
-            )
-            return self.function(matrix, *vectors)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -8,6 +8,7 @@ from tests.mutation.suites import OUTSIDE_THE_LOOP, REPRODUCIBLE, SHARDED_STATE
 _OPTIMIZER = "tests/unit/optimizer/test_optimizer.py"
 _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
+_ONE_PASS = "tests/unit/optimizer/test_adamw_in_one_pass.py"
 _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
 _MUON = "tests/unit/optimizer/muon/test_rule.py"
 _MUON_OVER_RANKS = "tests/unit/optimizer/muon/test_matrix_owners.py"
@@ -74,10 +75,24 @@ MUTATIONS = (
     ),
     Mutation(
         "the first master is not written back",
-        "core.optimizer.optimizer.MegatronOptimizer._publish_parameters",
-        r"low_precision_weights\(self\._params",
-        "low_precision_weights(self._params[1:]",
+        "core.optimizer.update_rules._update",
+        r"list\(weights\), list\(mains\)",
+        "list(weights[1:]), list(mains[1:])",
         (_OPTIMIZER,),
+    ),
+    Mutation(
+        "gradients that need no conversion are not clipped",
+        "core.optimizer.update_rules.SkippableRule.as_read",
+        r"if self\.factor is None or not grads",
+        "if True",
+        (_OPTIMIZER,),
+    ),
+    Mutation(
+        "the compiled update has no root of a bias correction",
+        "core.optimizer.adamw_in_one_pass.update_in_one_pass",
+        r"math\.sqrt\(1\.0 - beta2 \*\* count\)",
+        "1.0 - beta2 ** count",
+        (_ONE_PASS,),
     ),
     Mutation(
         "an overflow does not skip the step",

@@ -6,7 +6,6 @@ sum of c positive terms differs by 2 c u of itself, and its logarithm by as much
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
-from core.tensor_parallel import cross_entropy
-from core.tensor_parallel.cross_entropy import Fused, _columns, _gradient_of_logits, _log_sum_exp
+from core.base import fused
+from core.tensor_parallel.cross_entropy import _columns, _gradient_of_logits, _log_sum_exp
 from tests.unit._on_gpu import ON_GPU
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel.test_linear_cross_entropy import _equals_the_plain_form
@@ -28,7 +26,7 @@ U = 2**-24
 
 @pytest.fixture
 def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cross_entropy, "_COMPILED_ON", ["cuda", "cpu"])
+    monkeypatch.setattr(fused, "COMPILED_ON", ["cuda", "cpu"])
     for function in (_log_sum_exp, _gradient_of_logits):
         monkeypatch.setattr(function, "_compiled_function", None)
     torch._dynamo.reset()
@@ -91,7 +89,7 @@ def test_gpu_part_widths_are_powers_of_two():
 
 def _equals_the_plain_form_compiled(*case: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "_COMPILED_ON", ["cpu"])
+        patch.setattr(fused, "COMPILED_ON", ["cpu"])
         counters.clear()
         _equals_the_plain_form(*case)
     return counters["stats"]["unique_graphs"]
@@ -102,30 +100,3 @@ def _equals_the_plain_form_compiled(*case: Any) -> int:
 def test_compiled_loss_equals_whole_logits(ranks, chunk):
     for graphs in run_distributed(_equals_the_plain_form_compiled, ranks, torch.bfloat16, chunk, ranks == 2):
         assert graphs == 4  # of two functions, for parts of two widths
-
-
-def test_without_a_compiler_one_warning_says_so(compiled_on_cpu, monkeypatch):
-    from torch._inductor.exc import TritonMissing
-
-    def no_compiler(function: Any, **options: Any) -> Any:
-        def call(*tensors: torch.Tensor) -> Any:
-            raise TritonMissing(None)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", no_compiler)
-    double = Fused(lambda matrix: matrix * 2)
-    with pytest.warns(UserWarning, match=r"cannot compile for cpu \(Cannot find .*\): .*; install triton"):
-        assert torch.equal(double(torch.ones(2, 3)), torch.full((2, 3), 2.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(double(torch.ones(2, 3)), torch.full((2, 3), 2.0))
-
-
-def test_recompile_limit_raises(compiled_on_cpu, monkeypatch):
-    def too_many(matrix: torch.Tensor) -> torch.Tensor:
-        raise FailOnRecompileLimitHit("8 compilations")
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: too_many)
-    with pytest.raises(FailOnRecompileLimitHit):
-        Fused(lambda matrix: matrix * 2)(torch.ones(2, 3))
