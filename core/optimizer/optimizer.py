@@ -223,7 +223,10 @@ class MegatronOptimizer(OptimizerState):
 
     def _clipped_in_place(self, gradients: dict[Tensor, Tensor], factor: Tensor | None) -> dict[Tensor, Tensor]:
         """Returns gradients for a torch optimizer: in the dtypes of main tensors, and multiplied where they are."""
-        ready = {main: grad.to(main.dtype) for main, grad in gradients.items()}
+        ready = {main: torch.empty_like(g, dtype=main.dtype) for main, g in gradients.items() if g.dtype != main.dtype}
+        if ready:
+            torch._foreach_copy_(list(ready.values()), [gradients[main] for main in ready])
+        ready = gradients | ready
         if factor is not None:
             multiply_gradients(list(ready.values()), factor)
             for wrapper in self._wrappers:

@@ -323,7 +323,7 @@ def _adds_up_alike(c: Composition) -> bool:
     """Whether gradients that nothing zeroes add up in one process as they do in a training like this."""
     # What overflowed would stay.
     is_whole_run = c.continues == "no" and c.mistake == "none" and c.gradients == "kept" and c.fails != "overflow"
-    # In low precision what is clipped or scaled is a copy in fp32; a frozen layer's gradient would stay.
+    # A frozen layer's gradient would stay. Low precision is left out.
     is_trained = c.trained != "a layer at times" and (c.pipeline == "none" or c.trained != "one norm")
     return is_whole_run and c.precision == "fp32" and is_trained
 

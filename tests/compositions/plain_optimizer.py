@@ -54,7 +54,7 @@ class PlainOptimizer:
             self._rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=False)
         self.scale = (config.initial_loss_scale or 1.0) if config.fp16 else 1.0
         self._finite_steps = 0
-        self._keeps_gradients = composition.zeroes == "never"  # those of a step are added to what was clipped
+        self._clips_in_place = composition.steps_by_torch  # what gradients that nothing zeroes are added to
         self._is_constant = composition.schedule == "constant"
         self._updates = 0
         self._decay = None if composition.averaged == "no" else DECAYS[composition.averaged]
@@ -84,10 +84,13 @@ class PlainOptimizer:
         rate, decay = (1.0, 1.0) if self._is_constant else SCHEDULE[self._updates]
         for group in self._rule.param_groups:
             group["lr"], group["weight_decay"] = rate * group["peak"], decay * group["decay"]
-        if self._keeps_gradients or isinstance(self._rule, OwnMuon):
-            for name, p in self._params.items():
-                p.main_grad = self.masters[name].grad  # type: ignore[attr-defined]
+        unclipped = [getattr(p, "main_grad", None) for p in self._params.values()]
+        for name, p in self._params.items():
+            p.main_grad = self.masters[name].grad  # type: ignore[attr-defined]  # which `OwnMuon` reads
         self._rule.step()
+        for p, gradient in zip(self._params.values(), unclipped, strict=True):
+            if not self._clips_in_place:
+                p.main_grad = gradient  # type: ignore[attr-defined]
         self._updates += 1
         self._publish(self.masters)
         for name, average in self.averages.items():
