@@ -35,13 +35,19 @@ def update_in_one_pass(
         return list(rows)
     beta1, beta2 = group["betas"]
     lr = group["lr"]
-    on_host = (
+    parts: list[Tensor | float] = [
+        *(0.0 if found_inf is None else found_inf, 1.0 if factor is None else factor),
         *(1.0 - lr * group["weight_decay"], lr / (1.0 - beta1**count), math.sqrt(1.0 - beta2**count)),
         *(1.0 - beta1, beta2, 1.0 - beta2, group["eps"]),
+    ]
+    numbers = torch.stack(  # of fills, which do not wait for the device
+        [
+            part.to(device, torch.float64)
+            if isinstance(part, Tensor)
+            else torch.full((), part, dtype=torch.float64, device=device)
+            for part in parts
+        ]
     )
-    on_device = (torch.zeros(()) if found_inf is None else found_inf, torch.ones(()) if factor is None else factor)
-    fills = [torch.full((), number, dtype=torch.float64, device=device) for number in on_host]  # wait for no device
-    numbers = torch.stack([*[one.to(device, torch.float64) for one in on_device], *fills])
     left = []
     for row in rows:
         if _adamw.compiles_on(device) and all(tensor.is_contiguous() for tensor in row):

@@ -158,6 +158,22 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
 
 
+def gradient_factor(norm: Tensor, max_norm: float, scale: float) -> Tensor | None:
+    """Returns the factor of gradients with a loss scale, clipped: 1 where the norm is not finite.
+
+    Args:
+        norm: 0-dim, in double, without the loss scale; so is the result.
+
+    Returns:
+        None if the host knows that it is one.
+    """
+    if max_norm <= 0.0 and scale == 1.0:
+        return None
+    factor = clip_coefficient(norm, max_norm) / torch.full_like(norm, scale)
+    factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
+    return None if known_on_host(factor) == 1.0 else factor
+
+
 def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies gradients in place by a 0-dim double, unless the host knows that it is one."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

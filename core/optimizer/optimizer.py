@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
 from ..base.module_protocol import ModelContents, unwrap_model
-from ..comm.lane import known_on_host
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.engine.engine import owner_of
 from ..distributed.step import Phase
 from ..distributed.step_marks import note_own_optimizer
 from ..process_groups_config import ProcessGroupCollection
-from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
+from .clip_grads import GradientStatistics, gradient_factor, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler, PendingOutcome, StepOutcome
 from .main_params import MainParam, WrittenParams, low_precision_weights, refresh_parameters
 from .main_ranges import find_main_params
@@ -171,11 +170,7 @@ class MegatronOptimizer(OptimizerState):
             return
 
         # Clip.
-        factor: Tensor | None = None
-        if self.config.clip_grad > 0.0 or scale != 1.0:
-            factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
-            factor = torch.where(is_finite, factor, torch.ones_like(factor))
-            factor = None if known_on_host(factor) == 1.0 else factor
+        factor = gradient_factor(norm, self.config.clip_grad, scale)
         gradients = {p.main: grad for p, grad in zip(self._params, grads, strict=True) if grad is not None}
         if not self.rule.skips_on_device:
             gradients, factor = self._clipped_in_place(gradients, factor), None

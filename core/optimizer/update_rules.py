@@ -65,10 +65,10 @@ class SkippableRule(torch.optim.Optimizer):
     """What updates each parameter, as text for a log. Empty if all have one rule."""
 
     factor: Tensor | None = None
-    """A 0-dim tensor by which gradients are multiplied as they are read; None is 1. Set and cleared as `found_inf`."""
+    """The factor of gradients as they are read, a 0-dim tensor. None is 1. Set and cleared as `found_inf`."""
 
     _gradients: Mapping[Tensor, Tensor] | None = None
-    """The gradients of `update`, by parameter; None where torch's `step` was called, which reads each parameter's
+    """The gradients of `update` by parameter. None where torch's `step` was called, which reads each parameter's
     ``grad``. Set and cleared as `found_inf`."""
 
     _weights: MutableMapping[Tensor, Tensor] = {}

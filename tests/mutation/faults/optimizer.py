@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the loss scale is not taken out of gradients",
-        "core.optimizer.optimizer.MegatronOptimizer._start_reduced",
+        "core.optimizer.clip_grads.gradient_factor",
         r"(factor = clip_coefficient\(.*?\)) / torch\.full_like\(norm, scale\)",
         r"\1",
         (_OPTIMIZER,),

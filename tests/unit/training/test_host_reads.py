@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from core import parallel_state
+from core.base import fused
 from core.base.device import current_device
 from core.base.errors import OptimizerError
 from core.comm.record import record_of
@@ -159,6 +161,17 @@ def test_an_adaptive_loss_scale_is_read_before_backward(wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
 def test_masters_cost_no_read_while_steps_follow_each_other(wrapper: str) -> None:
     for at, _, _ in run_distributed(_steps, 2, WRAPPERS[wrapper] | {"bf16": True}):
+        assert at == [2, 4, 6, 8, 8]
+
+
+def _steps_in_one_pass(changes: dict[str, Any]) -> tuple[list[int], list[StepResult], list[Tensor]]:
+    """Makes the steps with the update that a GPU gets compiled, as its operations."""
+    with mock.patch.object(fused, "COMPILED_ON", ["cpu"]), mock.patch.object(torch, "compile", lambda f, **_: f):
+        return _steps(changes)
+
+
+def test_an_update_in_one_pass_reads_nothing():
+    for at, _, _ in run_distributed(_steps_in_one_pass, 2, WRAPPERS["ddp"] | {"bf16": True}):
         assert at == [2, 4, 6, 8, 8]
 
 
