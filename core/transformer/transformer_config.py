@@ -134,8 +134,8 @@ class TransformerConfig(MoEConfig):
     attention_backend: AttentionBackend = "auto"
     """The kernel of attention, by Megatron-LM's names. "auto": the one that torch chooses. "flash", "fused" (of
     cuDNN) and "unfused" ("local" is the same): that one, or an error where it cannot run. "flash3": FlashAttention-3,
-    with its package `flash_attn_interface`, on GPUs of capability 9.0, without dropout; it is then the flash kernel of
-    the whole process. A member of Megatron-LM's `AttnBackend` becomes its name."""
+    with its package `flash_attn_interface`, on GPUs of capability 9.0, without dropout, for the flash kernel of the
+    whole process. A member of Megatron-LM's `AttnBackend` becomes its name."""
 
     layernorm_epsilon: float = 1e-5
     """Added to the variance (LayerNorm) or to the mean square (RMSNorm)."""
