@@ -153,10 +153,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         is_ignored = target == IGNORE_INDEX
         ctx.save_for_backward(logits, log_sum_exp, column, here, is_ignored)
         ctx.smoothing, ctx.vocab_size = smoothing, whole
-        if not smoothing:
-            return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(is_ignored, 0.0)
+        if not smoothing:  # ignored tokens not in place: traced by torch 2.11, backward would get a gradient of zero
+            return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill(is_ignored, 0.0)
         mean_logit = (1.0 - smoothing) * everyone[:, 1].sum(0) + (smoothing / whole) * everyone[:, 2].sum(0)
-        return (log_sum_exp - mean_logit).masked_fill_(is_ignored, 0.0)
+        return (log_sum_exp - mean_logit).masked_fill(is_ignored, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -256,7 +256,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         everyone = _gather_sums(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
         ctx.save_for_backward(input_, weight, log_sum_exp, target)
-        return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(target == IGNORE_INDEX, 0.0)
+        return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill(target == IGNORE_INDEX, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
