@@ -24,11 +24,8 @@ from torch import Tensor
 PRODUCTS = ("mm", "addmm", "bmm", "attention")
 """Operators whose bytes are not counted."""
 
-LOSSES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "in parts": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
-}
-"""Fields of the model's config for the two losses that there are."""
+FUSED_LOSS: dict[str, Any] = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+"""Fields of the model's config for the loss that is computed with its projection."""
 
 HALF = 2
 """Bytes of a number in bf16."""
@@ -42,12 +39,15 @@ class _StepBytes(CountedBytes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = 0
+        self.launches = self.flops = 0
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         before = self.total
         super()._count(func, args, kwargs, result)
         self.launches += self.total > before
+        if func._schema.name in ("aten::mm", "aten::addmm"):
+            left, right = args[-2:]
+            self.flops += 2 * left.numel() * right.shape[1]
 
     def kernel(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Counts one kernel that reads and writes these tensors, each once."""
@@ -55,21 +55,26 @@ class _StepBytes(CountedBytes):
         self.written[name] += sum(tensor.nbytes for tensor in writes)
         self.launches += 1
 
-    def compiled(self, function: Any, *tensors: Tensor) -> Any:
-        """Calls a function as one kernel."""
+    def compiled(self, function: Any, matrix: Tensor, *others: Any) -> Any:
+        """Calls a function as one kernel, which may write to its tensors: the matrix is read, and what is written of
+        the others is not."""
+        tensors = [other for other in others if isinstance(other, Tensor)]
+        versions = {tensor: tensor._version for tensor in (matrix, *tensors)}
         self._is_in_graph = True
         try:
-            results = function(*tensors)
+            results = function(matrix, *others)
         finally:
             self._is_in_graph = False
-        self.kernel("compiled", list(tensors), [results] if isinstance(results, Tensor) else list(results))
+        written = [tensor for tensor, version in versions.items() if tensor._version > version]
+        read = [matrix, *(tensor for tensor in tensors if tensor._version == versions[tensor])]
+        self.kernel("compiled", read, [*results, *written])
         return results
 
     @property
     def moved(self) -> Moved:
         """Everything but products."""
         counted = self.read + self.written
-        return Moved(counted.total() - sum(counted[name] for name in PRODUCTS), self.launches)
+        return Moved(counted.total() - sum(counted[name] for name in PRODUCTS), self.launches, self.flops)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Moved:
     """Read and written, without what products and attention read and write."""
     launches: int
     """Kernels, those of products among them."""
+    flops: int = 0
+    """Operations of its products, where they are counted."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,10 @@ class Counts:
 
     layer: Moved
     """An eager layer."""
-    gated: Moved
-    """The activation of its gated MLP, which is in `layer` too."""
     ends: Moved
     """The embedding, the last norm, and the gradient of the embedding."""
     losses: dict[str, Moved]
-    """By the names of `LOSSES`: what is in addition to `ends`."""
+    """What is in addition to `ends`: in the "plain" loss, in the "fused" one, and in this where it is "in parts"."""
 
 
 class _Norm(torch.autograd.Function):
@@ -133,25 +138,33 @@ class _Attention(torch.autograd.Function):
 
 
 @cache
-def count(preset: Preset) -> Counts:
-    """Counts a micro-batch of a preset. Starts a process group of one rank if there is none."""
+def count(preset: Preset, memory: int = 80 * 2**30) -> Counts:
+    """Counts a micro-batch of a preset. Starts a process group of one rank if there is none.
+
+    Args:
+        memory: bytes of the GPU, by which the fused loss keeps its logits, or computes them in parts of some size.
+    """
+    from core.base.device import MEMORY_BYTES
+    from core.tensor_parallel.cross_entropy import _columns
+
     _start()
+    with MEMORY_BYTES.replaced(memory):
+        columns = _columns(preset.samples * preset.sequence, HALF, True)
+        return _counts(preset, {"cross_entropy_fusion_vocab_chunk_size": columns})
+
+
+def _counts(preset: Preset, parts: dict[str, Any]) -> Counts:
     with _count(preset, {}) as (counted, model, _):
         layer, hidden = model.decoder.layers[0], _activations(preset, preset.hidden)
         rotation = model.rotary_pos_emb(preset.sequence, device=hidden.device)
         with counted:
             layer(hidden, rotary_pos_emb=rotation).backward(hidden.detach())
     of_layer = counted.moved
-    with _count(preset, {}) as (counted, model, _):
-        hidden = _activations(preset, preset.hidden)
-        with counted:
-            model.decoder.layers[0].mlp(hidden).backward(hidden.detach())
-    gated = counted.moved
     ends, losses = _without_layers(preset, {}, has_loss=False), {}
-    for name, fields in LOSSES.items():
+    for name, fields in {"plain": {}, "fused": FUSED_LOSS, "in parts": FUSED_LOSS | parts}.items():
         whole = _without_layers(preset, fields, has_loss=True)
-        losses[name] = Moved(whole.nbytes - ends.nbytes, whole.launches - ends.launches)
-    return Counts(of_layer, gated, ends, losses)
+        losses[name] = Moved(whole.nbytes - ends.nbytes, whole.launches - ends.launches, whole.flops)
+    return Counts(of_layer, ends, losses)
 
 
 def _without_layers(preset: Preset, fields: dict[str, Any], *, has_loss: bool) -> Moved:
@@ -230,7 +243,7 @@ def count_gradient_bytes(*, are_lent: bool) -> tuple[float, float]:
     with CPU_STANDS_FOR_GPU.replaced(True), patch.object(GradSlot, "add", counted_add):
         for micro_batches in (1, 2):
             counted = CountedBytes()
-            fields = LOSSES["in parts"] | {"gradient_accumulation_fusion": are_lent}
+            fields = FUSED_LOSS | {"gradient_accumulation_fusion": are_lent}
             training = Training(replace(_UPDATED, micro_batches=micro_batches), fields, {})
             training.step()
             totals.append(counted.total / training.parameters)
@@ -254,36 +267,15 @@ def parameters(preset: Preset) -> int:
     return matrix_parameters(preset) + untied + (2 * preset.layers + 1) * preset.hidden
 
 
-def compiled_layer(preset: Preset, *, saves_gate_once: bool = False) -> Moved:
+def compiled_layer(preset: Preset) -> Moved:
     """Returns what a compiled layer moves, as the scheduler of torch's compiler counts it.
 
-    In tensors of a token's hidden state, forward and backward: norms and sums 22, the gated activation 10 a, the
+    In tensors of a token's hidden state, forward and backward: norms and sums 22, the gated activation 8 a, the
     rotation of queries and keys 16 (1 + g), with a the width of the MLP and g the share of key heads in query heads.
-    A test compares it with the count of a compiled layer on a CPU. Chains that are one kernel each would have 9 a
-    and 2 (1 + g) + 2 (1 + 2 g).
-
-    Args:
-        saves_gate_once: whether the activation saves its input alone, instead of a copy of gate and of up: 8 a.
+    A test compares it with the count of a compiled layer on a CPU. A rotation of one kernel each way would have
+    2 (1 + g) + 2 (1 + 2 g).
     """
     g, a = preset.groups / preset.heads, preset.ffn / preset.hidden
-    tensors = 22 + (8 if saves_gate_once else 10) * a + 16 * (1 + g)
+    tensors = 22 + 8 * a + 16 * (1 + g)
     launches = 4 * 3 + 3 + 20  # linear layers, attention, and the scheduler's kernels
     return Moved(int(tensors * preset.samples * preset.sequence * preset.hidden * HALF), launches)
-
-
-def fused_gate(preset: Preset) -> int:
-    """Returns the bytes of a gated activation in one kernel each way, which saves its input alone.
-
-    Forward reads gate and up and writes their product; backward reads both and the product's gradient, and writes the
-    gradient of both and the product again, for the gradient of the next weight.
-    """
-    return (3 + 6) * preset.samples * preset.sequence * preset.ffn * HALF
-
-
-def kept_logits(preset: Preset) -> int:
-    """Returns the bytes of a loss on whole logits in bf16, in one kernel each way: read, read, and the gradient.
-
-    Gradients of a tied weight are added, as in every other loss.
-    """
-    added = 3 * preset.vocabulary * preset.hidden * HALF if preset.is_tied else 0
-    return 3 * preset.samples * preset.sequence * preset.vocabulary * HALF + added

@@ -30,7 +30,7 @@ LADDER = (
 DEFAULT = ("compiled layers", "loss in parts")
 """The techniques of a run without a ladder, and of rows that compare wrappers or attention kernels."""
 
-ATTENTION = ("flash", "fused", "unfused")
+ATTENTION = ("flash", "flash3", "fused", "unfused")
 """Values of `attention_backend`, each a row of the ladder."""
 
 UNFUSED_SAMPLES = 1

@@ -29,15 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # core, where it is n
 
 from _history import Parser, record
 from _llama import PRESETS, Preset, matrix_parameters, model_flops
-from _step_bytes import (
-    compiled_layer,
-    count,
-    count_gradient_bytes,
-    count_update_bytes,
-    fused_gate,
-    kept_logits,
-    parameters,
-)
+from _step_bytes import compiled_layer, count, count_gradient_bytes, count_update_bytes, parameters
 
 PRODUCTS_SHARE = 0.88
 """Of the rate of the best shape that products of a step reach. Assumed, as in the third reading of the GPU path."""
@@ -70,6 +62,8 @@ class Rates:
     """TB/s, read and written."""
     launch: float
     """Microseconds in which the host launches a kernel."""
+    memory: int
+    """Bytes of the GPU, by which the fused loss keeps its logits or computes them in parts."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,12 @@ class Choices:
     """The code of a step."""
 
     compiled: bool = True
-    loss: str = "in parts"
-    """Of `_step_bytes.LOSSES`, or "kept": whole logits in bf16, and a kernel each way."""
+    loss: str = "fused"
+    """Of `_step_bytes.Counts.losses`."""
     wrapper: str = "ddp"
     update: float | None = None
     """Bytes a parameter. None counts them."""
     one_pass: bool = False
-    gate_saved_once: bool = False
     gradients_in_place: bool = False
     kernel: str = "attention"
     """Of attention: a field of `Rates`."""
@@ -110,10 +103,8 @@ class Step:
 
 ITEMS: dict[str, dict[str, Any]] = {
     "P2, P6: update in one pass": {"one_pass": True},
-    "P3: bf16 logits kept": {"loss": "kept"},
     "P5: FlashAttention-3": {"kernel": "attention_3"},
     "P7: gradients in place": {"gradients_in_place": True},
-    "P10: gate saved once": {"gate_saved_once": True},
 }
 """What each change sets."""
 
@@ -122,21 +113,14 @@ DEFAULT, EAGER = Choices(), Choices(compiled=False)
 
 def predict(preset: Preset, choices: Choices, rates: Rates) -> Step:
     """Returns the parts of a step."""
-    counts, size, micro_batches = count(replace(preset, micro_batches=1)), parameters(preset), preset.micro_batches
+    counts, micro_batches = count(replace(preset, micro_batches=1), rates.memory), preset.micro_batches
+    size, loss = parameters(preset), counts.losses[choices.loss]
     of_matrices = 6 * matrix_parameters(preset) * preset.tokens
     of_attention = EXECUTED * (model_flops(preset) - of_matrices)
-    if choices.loss == "in parts":  # backward computes logits again
-        of_matrices += 2 * preset.tokens * preset.vocabulary * preset.hidden
-    if choices.loss == "kept":
-        loss, launches = kept_logits(preset), 10
-    else:
-        loss, launches = counts.losses[choices.loss].nbytes, counts.losses[choices.loss].launches
-    layer = compiled_layer(preset, saves_gate_once=choices.gate_saved_once) if choices.compiled else counts.layer
-    of_layer = layer.nbytes
-    if choices.gate_saved_once and not choices.compiled:
-        of_layer -= max(counts.gated.nbytes - fused_gate(preset), 0)
-    elementwise = preset.layers * of_layer + counts.ends.nbytes
-    launches += preset.layers * layer.launches + counts.ends.launches
+    of_matrices += micro_batches * (loss.flops - counts.losses["plain"].flops)  # parts compute logits again
+    layer = compiled_layer(preset) if choices.compiled else counts.layer
+    elementwise = preset.layers * layer.nbytes + counts.ends.nbytes
+    launches = loss.launches + preset.layers * layer.launches + counts.ends.launches
     are_lent = choices.gradients_in_place or not choices.compiled
     first, later = count_gradient_bytes(are_lent=are_lent) if choices.wrapper == "ddp" else (0.0, 6.0)
     update = count_update_bytes(choices.wrapper) if choices.update is None else choices.update
@@ -150,7 +134,7 @@ def predict(preset: Preset, choices: Choices, rates: Rates) -> Step:
         products=1e3 * of_matrices / (rates.products * 1e12),
         attention=1e3 * of_attention / (getattr(rates, choices.kernel) * 1e12),
         elementwise=micro_batches * moves(elementwise),
-        loss=micro_batches * moves(loss),
+        loss=micro_batches * moves(loss.nbytes),
         gradients=moves(size * (first + later * (micro_batches - 1))),
         update=moves(size * update),
         host=micro_batches * launches * rates.launch / 1e3,
@@ -174,6 +158,7 @@ def default_rates(device: str, asked: argparse.Namespace) -> Rates:
         attention_3=asked.attention_3 or ATTENTION_3,
         copy=asked.copy or hardware.memory_bandwidth / 1e12,
         launch=asked.launch or hardware.launch_s * 1e6,
+        memory=hardware.memory_bytes,
     )
 
 
@@ -184,7 +169,7 @@ def print_parts(device: str, presets: dict[str, Preset], rates: Rates) -> None:
         f"\n{device}: products {rates.products:.0f}, attention {rates.attention:.0f} TFLOP/s, copy {rates.copy:.2f}",
         end="",
     )
-    print(f" TB/s, launch {rates.launch:g} us; milliseconds of a step, loss in parts, DDP")
+    print(f" TB/s, launch {rates.launch:g} us; milliseconds of a step, fused loss, DDP")
     print(f"{'':22}" + "".join(f"{part:>12}" for part in (*parts, "step", "TFLOP/s")))
     for name, preset in presets.items():
         for layers, choices in (("compiled", DEFAULT), ("eager", EAGER)):
@@ -214,7 +199,7 @@ def print_items(device: str, presets: dict[str, Preset], rates: Rates) -> None:
     everything = {key: value for change in ITEMS.values() for key, value in change.items()}
     line("eager, TFLOP/s", rate(EAGER, rates))
     line("P4: compiled layers", saved(EAGER, {"compiled": True}))
-    line("P10 in eager layers", saved(EAGER, ITEMS["P10: gate saved once"]))
+    line("P3: logits kept, if they may be", saved(replace(DEFAULT, loss="in parts"), {"loss": "fused"}))
     line("compiled, TFLOP/s", rate(DEFAULT, rates))
     for name, change in ITEMS.items():
         line(name, saved(DEFAULT, change))
@@ -244,7 +229,7 @@ def compare(path: Path, asked: argparse.Namespace) -> None:
         raise ValueError(
             f"{path} is no report of gpt_throughput.py with its rates ({error!r}); give one of this version"
         ) from None
-    known = find_hardware("h200")
+    known = find_hardware("h100" if "H100" in device else "h200")
     scale = matmul / (known.matmul_flops / 1e12)  # for what the report has not
     rates = Rates(
         products=asked.products or PRODUCTS_SHARE * matmul,
@@ -253,6 +238,7 @@ def compare(path: Path, asked: argparse.Namespace) -> None:
         attention_3=asked.attention_3 or ATTENTION_3 * scale,
         copy=asked.copy or copied / 1e3,
         launch=asked.launch or known.launch_s * 1e6,
+        memory=known.memory_bytes,
     )
     print(f"\n{path.name}, {device}: products {rates.products:.4g}, attention {rates.attention:.4g} TFLOP/s, ", end="")
     print(f"copy {rates.copy:.4g} TB/s")
@@ -271,16 +257,15 @@ def compare(path: Path, asked: argparse.Namespace) -> None:
 def choices_of(row: dict[str, Any]) -> tuple[Choices | None, str]:
     """Returns the choices of a report's row, or None and what the model leaves out of it."""
     techniques = set(row["techniques"])
-    if strays := sorted(
-        techniques - {"plain", "compiled layers", "loss in parts", "fused attention", "flash attention"}
-    ):
+    kernels = {"fused attention": "attention", "flash attention": "attention_2", "flash3 attention": "attention_3"}
+    if strays := sorted(techniques - {"plain", "compiled layers", "loss in parts", *kernels}):
         return None, f"{', '.join(strays)}: not predicted"
     return Choices(
         compiled="compiled layers" in techniques,
-        loss="in parts" if "loss in parts" in techniques else "plain",
+        loss="fused" if "loss in parts" in techniques else "plain",
         wrapper=row["wrapper"],
         update=(row.get("update") or {}).get("bytes_per_parameter"),
-        kernel="attention_2" if "flash attention" in techniques else "attention",
+        kernel=next((kernels[one] for one in kernels if one in techniques), "attention"),
     ), ""
 
 

@@ -84,12 +84,13 @@ class ModelParallelConfig:
 
     cross_entropy_fusion_impl: CrossEntropyFusion = "native"
     """With `cross_entropy_loss_fusion`: "linear" computes the projection to the vocabulary and its loss together, a
-    part of the vocabulary at a time, so that logits never exist whole. Backward computes them again. "native" changes
-    nothing: the loss is one operation in any case. "te" is Transformer Engine's kernel, which is not used."""
+    part of the vocabulary at a time, so that logits never exist whole, and backward computes them again. A GPU keeps
+    whole logits where they take at most 1/32 of its memory. "native" changes nothing: the loss is one operation in any
+    case. "te" is Transformer Engine's kernel, which is not used."""
 
     cross_entropy_fusion_vocab_chunk_size: int | None = None
     """Columns of the logits that exist at a time with "linear", on each tensor-parallel rank. None: as many as make
-    2^20 elements on a CPU, where they stay in the cache, and 2^26 on a GPU."""
+    2^20 elements on a CPU, where they stay in the cache, and on a GPU all, or as many as take 1/128 of its memory."""
 
     def __post_init__(self) -> None:
         self._check_cross_entropy()

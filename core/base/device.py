@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._torch_compat import called_while_compiled
 from .errors import ConfigError
 from .text import choices
 
@@ -72,6 +73,10 @@ CPU_STANDS_FOR_GPU: Seam[bool] = Seam(False)
 """Whether `is_on_gpu` takes the CPU for a GPU, as the planner does for a step that it simulates."""
 
 
+MEMORY_BYTES: Seam[int | None] = Seam(None)
+"""What `memory_bytes` returns: of the GPU that the planner simulates, else None, and torch is asked."""
+
+
 def is_on_gpu(tensor: Tensor) -> bool:
     """Returns whether code should choose what suits a GPU: large pieces, and shapes that depend on no values."""
     return tensor.is_cuda or CPU_STANDS_FOR_GPU.value
@@ -117,8 +122,11 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
+@called_while_compiled
 def memory_bytes() -> int:
     """Returns the total memory of this process's device in bytes: of its GPU, or of the machine."""
+    if MEMORY_BYTES.value is not None:
+        return MEMORY_BYTES.value
     if device_type() == "cuda":
         return torch.cuda.get_device_properties(current_device()).total_memory
     return host_memory_bytes()

@@ -38,7 +38,7 @@ class Fused:
         """Returns whether a call with tensors on `device` is compiled, as far as is known."""
         return device.type in COMPILED_ON and not self._cannot_compile
 
-    def __call__(self, first: Tensor, *others: Tensor | None) -> Any:
+    def __call__(self, first: Tensor, *others: Any) -> Any:
         is_traced = torch.compiler.is_compiling()  # the enclosing function's compiler compiles this too
         if is_traced or not self.compiles_on(first.device):
             return self.function(first, *others)

@@ -130,7 +130,7 @@ def estimate(wrapper: str, config: PretrainConfig, world_size: int, hardware: Ha
     if config.run.fp32_matmul_precision != "highest":
         hardware = replace(hardware, fp32_flops=hardware.matmul_flops / 2)
     ranks = pipeline_ranks(config)
-    simulations = [simulate(config, world_size, pipeline_rank=rank) for rank in ranks]
+    simulations = [simulate(config, world_size, pipeline_rank=rank, memory=hardware.memory_bytes) for rank in ranks]
     fullest = max(range(len(ranks)), key=lambda index: simulations[index].most_bytes)
     simulation, between = simulations[fullest], config.model.pipeline_model_parallel_size - len(ranks)
     return Estimate(

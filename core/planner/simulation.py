@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.device import CPU_STANDS_FOR_GPU
+from ..base.device import CPU_STANDS_FOR_GPU, MEMORY_BYTES
 from ..base.host_memory import AS_HOST_MEMORY, transient_memory_seen_by_profilers
 from ..base.memory_categories import GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, optimizer_tensors
 from ..base.parameters import local_part
@@ -119,11 +119,14 @@ def pipeline_ranks(config: PretrainConfig) -> list[int]:
     return sorted({0, min(1, ranks - 1), ranks - 1})
 
 
-def simulate(config: PretrainConfig, world_size: int, *, pipeline_rank: int = 0, on_gpu: bool = True) -> Simulation:
+def simulate(
+    config: PretrainConfig, world_size: int, *, pipeline_rank: int = 0, on_gpu: bool = True, memory: int = 80 * 2**30
+) -> Simulation:
     """Simulates a step of one rank: the first one of its pipeline stage. No process group may exist, before or after.
 
     Args:
         on_gpu: resolve the settings that depend on the device as on a GPU, where collectives overlap by default.
+        memory: total bytes of the GPU's memory, which decide whether a fused loss keeps its logits.
 
     Raises:
         ConfigError: what a run with these settings raises; or a setting that is not simulated.
@@ -131,7 +134,8 @@ def simulate(config: PretrainConfig, world_size: int, *, pipeline_rank: int = 0,
     validate(config, world_size)
     config = world.resolved(config, on_gpu)
     rank = world_size // config.model.pipeline_model_parallel_size * pipeline_rank
-    with world.fake_world(config, world_size, rank), warnings.catch_warnings():
+    total = MEMORY_BYTES.replaced(memory if on_gpu else None)
+    with world.fake_world(config, world_size, rank), warnings.catch_warnings(), total:
         warnings.simplefilter("ignore")
         return _Run(config, world_size, on_gpu).simulation()
 

@@ -1,11 +1,12 @@
 """Chooses the kernel of whole causal attention, once for each device, dtype and shape of heads.
 
-`attention_backend` of the config has Megatron-LM's values. "auto" leaves the choice to torch, which tries the fastest
-kernel of the device first. Another value names one kernel, for every call, and is an error where it cannot run.
-Attention within packed documents and over context-parallel ranks needs kernels that return the log-sum-exp of the
-scores, forward and backward, which are flash's in half precision. With it the attentions of one query to two sets of
-keys combine into the attention to both (:func:`combine`), and the backward of each set needs only the combined output
-and log-sum-exp (Dao et al., 2022; Liu et al., 2023).
+`attention_backend` of the config has Megatron-LM's values, and "flash3". "auto" leaves the choice to torch, which
+tries the fastest kernel of the device first. Another value names one kernel, for every call, and is an error where it
+cannot run. "flash3" puts FlashAttention-3 (Shah et al., 2024) in the place of torch's flash kernel, in the whole
+process. Attention within packed documents and over context-parallel ranks needs kernels that return the log-sum-exp of
+the scores, forward and backward, which are flash's in half precision. With it the attentions of one query to two sets
+of keys combine into the attention to both (:func:`combine`), and the backward of each set needs only the combined
+output and log-sum-exp (Dao et al., 2022; Liu et al., 2023).
 
 Only this file chooses among torch's kernels. All tensors are `[b, n, s, d]` with any strides and a contiguous last
 dim; keys and values may have fewer heads than queries, each shared by consecutive ones.
@@ -34,6 +35,7 @@ from torch.nn.attention import SDPBackend
 from ..base._torch_compat import called_while_compiled
 from ..base.dtypes import LOW_PRECISION, dtype_name
 from ..base.errors import warn_once
+from ..base.text import first_line
 
 _ALIGNED_CHANNELS = 8
 """CUDA's kernels take heads whose width is a multiple of this."""
@@ -182,12 +184,13 @@ def _sum_groups(grad: Tensor, groups: int) -> Tensor:
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
-AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
+AttentionBackend = Literal["auto", "flash", "flash3", "fused", "unfused", "local"]
 """Megatron-LM's names of kernels: torch's choice, torch's flash kernel, cuDNN's kernel, and, under two names, separate
-products and softmax."""
+products and softmax. "flash3" is FlashAttention-3."""
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,
     "fused": SDPBackend.CUDNN_ATTENTION,
     "unfused": SDPBackend.MATH,
     "local": SDPBackend.MATH,
@@ -208,7 +211,7 @@ _log = logging.getLogger(__name__)
 
 def takes_pieces(backend: str) -> bool:
     """Returns whether a backend attends within documents and over context-parallel ranks."""
-    return backend in ("auto", "flash")
+    return backend in ("auto", "flash", "flash3")
 
 
 @called_while_compiled
@@ -281,6 +284,8 @@ def _choose(
     call = f"{device.type}, {dtype_name(dtype)}, heads of {channels} channels"
     call += ", dropout" * drops + ", a mask" * has_mask
     refusal = f"attention_backend is {backend!r}, which torch does not have here ({call}%s); write 'auto'"
+    if backend == "flash3" and (reason := _why_not_flash3(device, drops)):
+        return refusal % f": {reason}"
     if device.type != "cuda":
         return refusal % "" if backend == "fused" or (backend == "flash" and drops) else ""
     kernels = [kernel for kernel in _CAN_USE if backend == "auto" or kernel is KERNELS[backend]]
@@ -295,6 +300,21 @@ def _choose(
         )
     elif reasons:
         return refusal % f": {reasons.popitem()[1]}"
+    return ""
+
+
+def _why_not_flash3(device: torch.device, drops: bool) -> str:
+    """Puts FlashAttention-3 in the place of torch's flash kernel, and returns "", or why that is not possible."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "it needs a GPU of capability 9.0"
+    if drops:
+        return "it drops no attention weights"
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return "it needs torch 2.11 or newer"
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        return f"it needs FlashAttention-3's package flash_attn_interface, and torch says: {first_line(error)}"
     return ""
 
 

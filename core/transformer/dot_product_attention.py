@@ -142,7 +142,7 @@ class DotProductAttention(MegatronModule):
                 "write 'auto' or 'flash'"
             )
         group = parallel_state.get_context_parallel_group(check_initialized=False)
-        if backend == "flash":
+        if backend != "auto":
             self._check_backend(query.transpose(1, 2), key.transpose(1, 2), dropout)
         with get_rng_tracker().fork() if dropout > 0.0 else nullcontext():
             bounds = None if documents is None or group_size(group) > 1 else documents.bounds

@@ -133,8 +133,9 @@ class TransformerConfig(MoEConfig):
 
     attention_backend: AttentionBackend = "auto"
     """The kernel of attention, by Megatron-LM's names. "auto": the one that torch chooses. "flash", "fused" (of
-    cuDNN) and "unfused" ("local" is the same): that one, or an error where it cannot run. A member of Megatron-LM's
-    `AttnBackend` becomes its name."""
+    cuDNN) and "unfused" ("local" is the same): that one, or an error where it cannot run. "flash3": FlashAttention-3
+    as the flash kernel of the whole process, by its package `flash_attn_interface`, on GPUs of capability 9.0 and
+    without dropout. A member of Megatron-LM's `AttnBackend` becomes its name."""
 
     layernorm_epsilon: float = 1e-5
     """Added to the variance (LayerNorm) or to the mean square (RMSNorm)."""

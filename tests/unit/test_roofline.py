@@ -17,7 +17,15 @@ from core.base._torch_compat import missing_compiler
 from tests.unit._benchmark_modules import load
 from tests.unit._spawn import on_ranks
 
-RATES = {"products": 700.0, "attention": 500.0, "attention_2": 350.0, "attention_3": 600.0, "copy": 4.0, "launch": 5.0}
+RATES = {
+    "products": 700.0,
+    "attention": 500.0,
+    "attention_2": 350.0,
+    "attention_3": 600.0,
+    "copy": 4.0,
+    "launch": 5.0,
+    "memory": 141 * 10**9,
+}
 
 
 def _preset(**fields: Any) -> Any:
@@ -36,11 +44,9 @@ def test_counts_grow_as_their_tensors_do() -> None:
     counts, twice = (step_bytes.count(replace(preset, samples=samples)) for samples in (2, 4))
     hidden = 2 * preset.sequence * preset.hidden * step_bytes.HALF  # bytes of the hidden states
     # Two norms in three kernels each, 7, and two sums both ways, 3 and 3 each with autograd's: at least so much.
-    assert counts.layer.nbytes > counts.gated.nbytes + 20 * hidden
-    assert step_bytes.fused_gate(replace(preset, samples=2)) < counts.gated.nbytes
-    for part in ("layer", "gated"):
-        assert getattr(twice, part).nbytes == pytest.approx(2 * getattr(counts, part).nbytes, rel=0.01)
-        assert getattr(twice, part).launches == getattr(counts, part).launches
+    assert counts.layer.nbytes > 20 * hidden
+    assert twice.layer.nbytes == pytest.approx(2 * counts.layer.nbytes, rel=0.01)
+    assert twice.layer.launches == counts.layer.launches
     assert counts.layer.launches > 4 * 3 + 3 + 6  # linear layers, attention and norms
 
 
@@ -63,14 +69,20 @@ def test_norm_and_attention_are_the_kernels_of_a_gpu() -> None:
 
 
 @on_ranks(1)
-def test_a_loss_in_parts_moves_kept_logits_and_sums() -> None:
+def test_losses_read_logits_twice_and_write_them_once() -> None:
     step_bytes = load("_step_bytes")
     preset = _preset(vocabulary=2**17, hidden=256, heads=4, sequence=2**12, samples=4)
-    in_parts = step_bytes.count(preset).losses["in parts"].nbytes
-    tokens, columns = preset.samples * preset.sequence, 2**26 // (preset.samples * preset.sequence)
-    sums = 10 * tokens * preset.hidden * preset.vocabulary // columns  # each part is added to the input's gradient
-    assert in_parts == pytest.approx(step_bytes.kept_logits(preset) + sums, rel=0.02)
-    assert step_bytes.count(preset).losses["plain"].nbytes > 3 * in_parts
+    tokens, logits = preset.samples * preset.sequence, preset.samples * preset.sequence * preset.vocabulary
+    tied = 3 * preset.vocabulary * preset.hidden * step_bytes.HALF  # the sum of the two gradients of its weight
+    memory = 32 * logits * step_bytes.HALF
+    kept, in_parts = (step_bytes.count(preset, memory - less).losses for less in (0, 1))
+    assert kept["plain"] == kept["fused"] == in_parts["plain"]
+    assert kept["fused"].nbytes == pytest.approx(6 * logits + tied, rel=0.01)
+    assert in_parts["fused"] == in_parts["in parts"]
+    sums = 8 * 10 * tokens * preset.hidden  # each part of 2^14 columns is added to the input's gradient
+    assert in_parts["fused"].nbytes == pytest.approx(6 * logits + tied + sums, rel=0.02)
+    product = 2 * logits * preset.hidden
+    assert (kept["fused"].flops, in_parts["fused"].flops) == (3 * product, 4 * product)
 
 
 @on_ranks(1)
@@ -98,10 +110,10 @@ def test_parts_are_work_over_rates() -> None:
     preset, rates = _preset(micro_batches=3), roofline.Rates(**RATES)
     step = roofline.predict(preset, roofline.DEFAULT, replace(rates, launch=1e-9))
     flops = step.products * rates.products + step.attention * rates.attention / roofline.EXECUTED
+    assert flops * 1e9 == pytest.approx(llama.model_flops(preset))
+    in_parts = roofline.predict(preset, replace(roofline.DEFAULT, loss="in parts"), rates)
     again = 2 * preset.tokens * preset.vocabulary * preset.hidden  # logits of the loss in parts
-    assert flops * 1e9 == pytest.approx(llama.model_flops(preset) + again)
-    kept = roofline.predict(preset, replace(roofline.DEFAULT, loss="kept"), rates)
-    assert (step.products - kept.products) * rates.products * 1e9 == pytest.approx(again)
+    assert (in_parts.products - step.products) * rates.products * 1e9 == pytest.approx(again)
     slow = roofline.predict(preset, roofline.DEFAULT, replace(rates, copy=rates.copy / 2))
     moved = ("elementwise", "loss", "gradients", "update")
     assert all(getattr(slow, part) == pytest.approx(2 * getattr(step, part)) for part in moved)
@@ -129,7 +141,7 @@ def test_every_item_takes_less_time_of_a_large_model() -> None:
         name: default - roofline.predict(preset, replace(roofline.DEFAULT, **change), rates).milliseconds
         for name, change in roofline.ITEMS.items()
     }
-    assert min(saved.values()) >= 0 and sum(saved.values()) > 0.05 * default, saved
+    assert min(saved.values()) >= 0 and sum(saved.values()) > 0.03 * default, saved
     everything = {key: value for change in roofline.ITEMS.values() for key, value in change.items()}
     all_saved = default - roofline.predict(preset, replace(roofline.DEFAULT, **everything), rates).milliseconds
     assert all_saved == pytest.approx(sum(saved.values()))  # no two items save the same
@@ -140,7 +152,7 @@ def test_a_report_is_compared_with_its_own_rates(tmp_path: Path) -> None:
     roofline, report = load("roofline"), load("_throughput_report")
     preset = _preset(layers=4, hidden=1024, heads=8, groups=2, ffn=4096, vocabulary=2**15, sequence=1024)
     hardware = 794.5
-    rates = roofline.Rates(0.88 * hardware, 500.0, 350.0, 605.0, 4.0, 5.0)
+    rates = roofline.Rates(0.88 * hardware, 500.0, 350.0, 605.0, 4.0, 5.0, 141 * 10**9)
     choices = roofline.Choices(update=50.0, kernel="attention_2")
     seconds = 1.25 * roofline.predict(preset, choices, rates).milliseconds / 1e3
     row = {

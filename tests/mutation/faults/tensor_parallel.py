@@ -32,11 +32,11 @@ MUTATIONS = (
         ("tests/unit/tensor_parallel/test_cross_entropy.py",),
     ),
     Mutation(
-        "loss in parts: the gradient of a part is not scaled by that of its tokens",
+        "loss: the gradient of logits is not scaled by that of their tokens",
         "core.tensor_parallel.cross_entropy._gradient_of_logits",
-        r"softmax\.mul_\(scale\)",
+        r"softmax\.mul_\(scale\.unsqueeze\(1\)\)",
         "softmax",
-        (_LOSS_IN_PARTS,),
+        ("tests/unit/tensor_parallel/test_cross_entropy.py",),
     ),
     Mutation(
         "loss in parts: a tensor-parallel rank takes targets for columns of its own",
@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation(
         "loss in parts: the largest logit is left in the exponent",
         "core.tensor_parallel.cross_entropy._log_sum_exp",
-        r"wide\.amax\(dim=1\)",
-        "torch.zeros_like(wide[:, 0])",
+        r"wide\.amax\(dim=1, keepdim=True\)",
+        "torch.zeros_like(wide[:, :1])",
         (_LOSS_IN_PARTS,),
     ),
     Mutation(

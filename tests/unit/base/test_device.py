@@ -100,6 +100,14 @@ def test_a_work_space_that_is_not_deterministic_is_refused(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_memory_is_that_of_the_gpu_which_is_simulated():
+    own = device.memory_bytes()
+    with device.MEMORY_BYTES.replaced(80 * 2**30):
+        assert device.memory_bytes() == 80 * 2**30
+        assert torch.compile(device.memory_bytes, fullgraph=True, backend="eager")() == 80 * 2**30
+    assert device.memory_bytes() == own == device.host_memory_bytes()
+
+
 def test_a_value_is_put_back_after_an_error():
     seam, seen = device.Seam(1), list[int]()
     with pytest.raises(KeyboardInterrupt), seam.replaced(2):

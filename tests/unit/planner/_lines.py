@@ -12,6 +12,8 @@ TINY = (
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 
 
-def simulated(flags: str, world_size: int = 2, *, pipeline_rank: int = 0, on_gpu: bool = False) -> Simulation:
+def simulated(
+    flags: str, world_size: int = 2, *, pipeline_rank: int = 0, on_gpu: bool = False, memory: int = 80 * 2**30
+) -> Simulation:
     config = parse_arguments(f"{TINY} {flags}".split())
-    return simulate(config, world_size, pipeline_rank=pipeline_rank, on_gpu=on_gpu)
+    return simulate(config, world_size, pipeline_rank=pipeline_rank, on_gpu=on_gpu, memory=memory)

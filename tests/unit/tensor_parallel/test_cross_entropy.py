@@ -76,6 +76,73 @@ def test_one_rank_equals_torch(chunk_elements, monkeypatch):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
+def _plain_formula(
+    logits: torch.Tensor, target: torch.Tensor, weights: torch.Tensor, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns losses and the gradient of `[n, v]` logits, in torch's operations on all rows at once."""
+    ignored, v = target == -100, logits.shape[1]
+    column = target.masked_fill(ignored, 0).unsqueeze(1)
+    off = smoothing * v / (v - 1)
+    log_sum = logits.float().logsumexp(1)
+    of_target = logits.float().gather(1, column).squeeze(1).masked_fill(ignored, 0.0)
+    mean = (1.0 - off) * of_target + (off / v) * logits.float().sum(1) if smoothing else of_target
+    probability = (logits.float() - log_sum.unsqueeze(1)).exp()
+    if smoothing:
+        probability = probability - off / v
+    probability.scatter_add_(1, column, -(~ignored).float().mul_(1.0 - off).unsqueeze(1))
+    gradient = probability * weights.masked_fill(ignored, 0.0).unsqueeze(1)
+    return (log_sum - mean).masked_fill(ignored, 0.0), gradient.to(logits.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_chunks_of_rows_have_the_bits_of_the_formula(dtype, smoothing, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_CHUNK_ELEMENTS", 4 * V)  # uneven at the end
+    target, weights = _targets().view(-1), torch.rand(S * B, generator=torch.Generator().manual_seed(6))
+    logits = _logits(3.0, dtype).view(-1, V).requires_grad_()
+    before = logits.detach().clone()
+    loss = vocab_parallel_cross_entropy(logits, target, smoothing)
+    (loss * weights).sum().backward()
+    expected, gradient = _plain_formula(before, target, weights, smoothing)
+    assert torch.equal(loss, expected) and torch.equal(logits.grad, gradient) and torch.equal(logits, before)
+
+
+@on_ranks(2)
+def test_a_rank_whose_logits_are_all_masked():
+    target = torch.full((4,), 1)
+    whole = _logits(3.0, torch.float32).view(-1, V)[:4].clone()
+    whole[:, V // 2 :] = -torch.inf
+    part = own(whole, -1).requires_grad_()
+    loss = vocab_parallel_cross_entropy(part, target, tp_group=dist.group.WORLD)
+    loss.sum().backward()
+    torch.testing.assert_close(loss, F.cross_entropy(whole[:, : V // 2], target, reduction="none"))
+    assert all_gather(part.grad, -1)[:, V // 2 :].eq(0).all()
+
+
+def test_no_tokens_have_no_losses():
+    logits = torch.zeros(0, V, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.long))
+    loss.sum().backward()
+    assert loss.shape == (0,) and logits.grad.shape == (0, V)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_traced_in_a_larger_graph(smoothing):
+    torch._dynamo.reset()
+    target = _targets().view(-1)
+    ours, theirs = (_logits(3.0, torch.float32).view(-1, V).requires_grad_() for _ in range(2))
+
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_cross_entropy(logits * 2, target, smoothing) * 2
+
+    actual = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(ours)
+    expected = loss_of(theirs)
+    for loss in (actual, expected):
+        loss.sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(2)
 def test_invalid_target_is_named_on_every_rank():
     with pytest.raises(DataError) as caught:

@@ -8,14 +8,19 @@ element in sum.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.base.device import CPU_STANDS_FOR_GPU, MEMORY_BYTES
 from core.base.errors import DataError
 from core.tensor_parallel import vocab_parallel_cross_entropy
 from core.tensor_parallel.cross_entropy import linear_cross_entropy
@@ -179,6 +184,110 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
         return result
+
+
+ROOM = 32 * S * B * V * 4
+"""Memory of which the logits in fp32 are 1/32."""
+
+
+@contextmanager
+def _on_gpu_of(memory: int) -> Iterator[None]:
+    with CPU_STANDS_FOR_GPU.replaced(True), MEMORY_BYTES.replaced(memory):
+        yield
+
+
+class Products(LargestTensor):
+    """Counts matrix products too, and their operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            left, right = args[-2:]
+            self.count, self.flops = self.count + 1, self.flops + 2 * left.numel() * right.shape[1]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_a_gpu_with_room_keeps_logits_and_multiplies_less():
+    product = 2 * S * B * H * V
+    for memory, count, flops in ((ROOM, 3, 3 * product), (ROOM - 1, 4, 4 * product)):
+        case = Case(torch.float32)
+        with _on_gpu_of(memory), Products() as seen:
+            case.gradients(case.fused())
+        # Parts of 64 columns and more: one, for this vocabulary, which does not keep its logits.
+        assert (seen.count, seen.flops) == (count, flops), memory
+    case = Case(torch.float32)
+    with _on_gpu_of(ROOM), Products() as seen:
+        case.gradients(case.fused(vocab_chunk_size=V // 3))
+    assert (seen.count, seen.flops) == (4 * 3, 4 * product)  # an explicit size decides
+
+
+def _kept_logits_equal_whole_logits(splits_sequence: bool) -> None:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for dtype in (torch.float32, torch.bfloat16):
+        kept, plain = (Case(dtype, group, splits_sequence) for _ in range(2))
+        with _on_gpu_of(ROOM * dtype.itemsize // 4 // ranks):
+            actual = kept.gradients(kept.fused())
+        expected = plain.gradients(plain.plain())
+        assert all(torch.equal(actual[name], expected[name]) for name in NAMES), dtype
+
+
+def test_kept_logits_equal_whole_logits_bitwise():
+    _kept_logits_equal_whole_logits(False)
+    for splits_sequence in (False, True):
+        run_distributed(_kept_logits_equal_whole_logits, 2, splits_sequence)
+
+
+def test_kept_logits_live_from_forward_to_backward():
+    tokens, width, vocab = 512, 16, 4096
+    whole = tokens * vocab * 4
+
+    def held(memory: int, backwards: int) -> tuple[int, int]:
+        """Returns the bytes that are held after forward, and the most bytes during backwards."""
+        weight = nn.Parameter(torch.randn(vocab, width))
+        x = torch.randn(tokens, 1, width, requires_grad=True)
+        target = torch.arange(tokens).view(-1, 1)
+        with _on_gpu_of(memory), profile(profile_memory=True) as forward:
+            loss = linear_cross_entropy(x, weight, target).sum()
+        with _on_gpu_of(memory), profile(profile_memory=True) as backward:
+            for index in range(backwards):
+                x.grad = weight.grad = None
+                loss.backward(retain_graph=index + 1 < backwards)
+        changes = [
+            [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+            for profiler in (forward, backward)
+        ]
+        return sum(changes[0]), max(itertools.accumulate(changes[1]))
+
+    (kept, most), (in_parts, least) = held(32 * whole, 1), held(32 * whole - 1, 1)
+    assert whole <= kept < 1.05 * whole and in_parts < 0.05 * whole
+    assert whole <= most < 1.2 * whole and least < 0.5 * whole  # the gradient of the logits is new, and no more
+
+
+def test_kept_logits_serve_two_backwards():
+    case = Case(torch.bfloat16)
+    with _on_gpu_of(ROOM):
+        loss = case.fused()
+        found = []
+        for index in range(2):
+            case.weight.grad = case.input_.grad = None
+            (loss * _weights()).sum().backward(retain_graph=index == 0)
+            found.append((case.weight.grad, case.input_.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_both_forms_are_traced_in_a_larger_graph():
+    for memory in (ROOM, ROOM - 1):
+        torch._dynamo.reset()
+        ours, theirs = Case(torch.float32), Case(torch.float32)
+        with _on_gpu_of(memory):
+            actual = ours.gradients(torch.compile(ours.fused, fullgraph=True, backend="aot_eager")())
+            expected = theirs.gradients(theirs.fused())
+        for name in NAMES:
+            _close(actual[name], expected[name], 1e-5, name)
 
 
 def test_whole_logits_are_never_allocated():

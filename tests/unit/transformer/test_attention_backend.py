@@ -84,6 +84,46 @@ def test_unavailable_kernel_is_refused(backend, lacking, gpu):
     )
 
 
+@pytest.fixture
+def hopper(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU of capability 9.0; returns the implementations that are activated."""
+    activated: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)
+    return activated
+
+
+def test_flash3_takes_the_place_of_the_flash_kernel(hopper, gpu):
+    for _ in range(3):
+        assert not _choose("flash3")
+    assert hopper == ["FA3"] and attention_backend.KERNELS["flash3"] is FLASH
+    assert not _choose("auto", channels=64) and not _choose("flash", channels=64)
+    assert hopper == ["FA3"]  # no other value asks for it
+    gpu.has(CUDNN)
+    assert "it is too wide" in _choose("flash3", channels=512)
+
+
+def test_what_flash3_lacks_is_named(hopper, monkeypatch):
+    def no_package(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'flash_attn_interface'\nmore")
+
+    def refusal(**call: Any) -> str:
+        attention_backend._choose.cache_clear()
+        message = _choose("flash3", **call)
+        assert message.startswith("attention_backend is 'flash3', which torch does not have here (")
+        assert message.endswith("); write 'auto'") and "\n" not in message
+        return message
+
+    assert "dropout: it drops no attention weights" in refusal(drops=True) and not hopper
+    assert "(cpu, bfloat16, heads of 128 channels: it needs a GPU of capability 9.0)" in refusal(kind="cpu")
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", no_package)
+    assert "package flash_attn_interface, and torch says: No module named" in refusal()
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    assert "it needs torch 2.11 or newer" in refusal()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "it needs a GPU of capability 9.0" in refusal()
+
+
 def _attention(backend: Any, **fields: Any) -> DotProductAttention:
     sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
     fields = {"attention_dropout": 0.0} | fields
@@ -119,7 +159,9 @@ def test_requested_kernel_runs_on_cpu(backend, is_fused, compiles):
     assert torch.equal(actual, expected) or not is_fused
 
 
-@pytest.mark.parametrize(("backend", "dropout", "compiles"), [("fused", 0.0, False), ("flash", 0.1, True)])
+@pytest.mark.parametrize(
+    ("backend", "dropout", "compiles"), [("fused", 0.0, False), ("flash", 0.1, True), ("flash3", 0.0, True)]
+)
 def test_cpu_refuses_missing_kernels(backend, dropout, compiles):
     attention = _attention(backend, attention_dropout=dropout)
     if compiles:
@@ -134,6 +176,8 @@ def test_packed_documents_need_flash():
     _attention("flash")(*_inputs(), documents=documents)
     with pytest.raises(ConfigError, match=r"'unfused', which takes neither packed documents .*'auto' or 'flash'"):
         _attention("unfused")(*_inputs(), documents=documents)
+    with pytest.raises(ConfigError, match=r"'flash3', which torch does not have here .*capability 9\.0"):
+        _attention("flash3")(*_inputs(), documents=documents)
     with pytest.raises(ConfigError, match=r"'fused' with context_parallel_size 2, .*'auto' or 'flash'"):
         _attention("fused", context_parallel_size=2)
 
