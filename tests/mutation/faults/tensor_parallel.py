@@ -32,13 +32,6 @@ MUTATIONS = (
         ("tests/unit/tensor_parallel/test_cross_entropy.py",),
     ),
     Mutation(
-        "compiled code computes addends of gradients in lent memory too",
-        "core.base._torch_compat.replace_returned",
-        r"all\(\(?u\.op == 'output' for u in V\.graph\.current_node\.users\)?\)",
-        "True",
-        ("tests/unit/tensor_parallel/test_weight_gradients.py::test_compiled_addends_are_in_no_lent_memory",),
-    ),
-    Mutation(
         "compiled code lends memory for a gradient that autograd returns",
         "core.tensor_parallel.weight_gradients._compute_in_lent_memory",
         r"accumulates_into_leaf\(leaf\)",
