@@ -184,14 +184,17 @@ class Update:
         )
 
 
-def count_update(training: Training) -> CountedBytes:
+def count_update(training: Training, counted: CountedBytes | None = None) -> CountedBytes:
     """Counts everything between the last backward of a step and the first forward of the next, and runs both.
 
     That is the cast of gradients, their norm, clipping, the update and the refresh of weights, and clearing
     gradients, but not what a sharding wrapper does around a forward or inside a backward: casts of gathered weights,
     copies of gradients.
+
+    Args:
+        counted: what counts. None makes one.
     """
-    counted = CountedBytes()
+    counted = CountedBytes() if counted is None else counted
     with _between_backward_and_forward(training, counted):
         training.step()
         training.step()

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from _llama import Preset, build_on_device
 from _llama_training import Training, model_config
 from _passes import CountedBytes, count_update
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 PRODUCTS = ("mm", "addmm", "bmm", "attention")
 """Operators whose bytes are not counted."""
@@ -69,6 +70,20 @@ class _StepBytes(CountedBytes):
         read = [matrix, *(tensor for tensor in tensors if tensor._version == versions[tensor])]
         self.kernel("compiled", read, [*results, *written])
         return results
+
+    def updated(self, function: Any, *tensors: Tensor) -> None:
+        """Calls an update as one kernel: of what it writes, weights in low precision are not read."""
+        versions = [tensor._version for tensor in tensors]
+        self._is_in_graph = True
+        try:
+            function(*tensors)
+        finally:
+            self._is_in_graph = False
+        if _get_current_dispatch_mode() is not self:
+            return
+        written = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version > version]
+        weights = {tensor for tensor in written if tensor.element_size() == HALF}
+        self.kernel("compiled", [tensor for tensor in tensors if tensor not in weights], written)
 
     @property
     def moved(self) -> Moved:
@@ -183,7 +198,7 @@ def _without_layers(preset: Preset, fields: dict[str, Any], *, has_loss: bool) -
 def _count(preset: Preset, fields: dict[str, Any]) -> Iterator[tuple[_StepBytes, Any, Tensor]]:
     """Builds a model of one layer on meta, whose kernels are those of a GPU; yields it and a micro-batch."""
     from core.base.device import CPU_STANDS_FOR_GPU
-    from core.base.fused import Fused
+    from core.tensor_parallel.cross_entropy import _FusedRows
     from core.transformer.dot_product_attention import DotProductAttention
     from core.transformer.norms import RMSNorm
 
@@ -195,7 +210,7 @@ def _count(preset: Preset, fields: dict[str, Any]) -> Iterator[tuple[_StepBytes,
     with (
         CPU_STANDS_FOR_GPU.replaced(True),
         patch.object(torch, "is_autocast_enabled", lambda *kind: False),  # which meta is no kind of
-        patch.object(Fused, "__call__", lambda fused, *tensors: counted.compiled(fused.function, *tensors)),
+        patch.object(_FusedRows, "__call__", lambda fused, *tensors: counted.compiled(fused.function, *tensors)),
         patch.object(RMSNorm, "forward", lambda norm, x: _Norm.apply(counted, x, norm.weight)),
         patch.object(
             DotProductAttention, "forward", lambda core, q, k, v, mask=None: _Attention.apply(counted, q, k, v)
@@ -213,12 +228,16 @@ def _activations(preset: Preset, width: int) -> Tensor:
 def count_update_bytes(wrapper: str) -> float:
     """Returns the bytes a parameter that an update of the optimizer reads and writes, as on a GPU."""
     from core.base.device import CPU_STANDS_FOR_GPU
+    from core.optimizer import adamw_in_one_pass
 
     _start()
-    with CPU_STANDS_FOR_GPU.replaced(True):
+    counted, function = _StepBytes(), adamw_in_one_pass._adamw.function
+    compiled = Mock(side_effect=partial(counted.updated, function), compiles_on=lambda device: True)
+    with CPU_STANDS_FOR_GPU.replaced(True), patch.object(adamw_in_one_pass, "_adamw", compiled):
         training = Training(_UPDATED, {}, {}, wrapper)
         training.step()
-        return count_update(training).total / training.parameters
+        count_update(training, counted)
+    return counted.total / training.parameters
 
 
 @cache

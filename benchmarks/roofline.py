@@ -41,9 +41,8 @@ without a mask, reaches 609 and 638 for heads of width 128 (Shah et al., 2024, f
 EXECUTED = 14 / 12
 """Operations that attention kernels run, over those of the formula: backward computes the scores again."""
 
-ONE_PASS = 30.25
-"""Bytes a parameter of an update in one kernel: the norm reads bf16 gradients, 2; the kernel reads them, 2, reads and
-writes fp32 masters and two moments, 24, and writes bf16 weights, 2; a sixteenth of the check of written weights, 4."""
+PASSES = 54.3
+"""Bytes a parameter of AdamW's update where torch cannot compile, as counted (`count_update_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Choices:
     wrapper: str = "ddp"
     update: float | None = None
     """Bytes a parameter. None counts them."""
-    one_pass: bool = False
-    gradients_in_place: bool = False
+    are_lent: bool = True
+    """Whether products write weight gradients into the wrapper's memory."""
     kernel: str = "attention"
     """Of attention: a field of `Rates`."""
 
@@ -101,11 +100,7 @@ class Step:
         return max(device, self.host)
 
 
-ITEMS: dict[str, dict[str, Any]] = {
-    "P2, P6: update in one pass": {"one_pass": True},
-    "P5: FlashAttention-3": {"kernel": "attention_3"},
-    "P7: gradients in place": {"gradients_in_place": True},
-}
+ITEMS: dict[str, dict[str, Any]] = {"P5: FlashAttention-3": {"kernel": "attention_3"}}
 """What each change sets."""
 
 DEFAULT, EAGER = Choices(), Choices(compiled=False)
@@ -121,11 +116,8 @@ def predict(preset: Preset, choices: Choices, rates: Rates) -> Step:
     layer = compiled_layer(preset) if choices.compiled else counts.layer
     elementwise = preset.layers * layer.nbytes + counts.ends.nbytes
     launches = loss.launches + preset.layers * layer.launches + counts.ends.launches
-    are_lent = choices.gradients_in_place or not choices.compiled
-    first, later = count_gradient_bytes(are_lent=are_lent) if choices.wrapper == "ddp" else (0.0, 6.0)
+    first, later = count_gradient_bytes(are_lent=choices.are_lent) if choices.wrapper == "ddp" else (0.0, 6.0)
     update = count_update_bytes(choices.wrapper) if choices.update is None else choices.update
-    if choices.one_pass:
-        update = min(update, ONE_PASS)
 
     def moves(nbytes: float) -> float:
         return 1e3 * nbytes / (rates.copy * 1e12)
@@ -199,7 +191,9 @@ def print_items(device: str, presets: dict[str, Preset], rates: Rates) -> None:
     everything = {key: value for change in ITEMS.values() for key, value in change.items()}
     line("eager, TFLOP/s", rate(EAGER, rates))
     line("P4: compiled layers", saved(EAGER, {"compiled": True}))
+    line("P2: update in one pass", saved(replace(DEFAULT, update=PASSES), {"update": None}))
     line("P3: logits kept, if they may be", saved(replace(DEFAULT, loss="in parts"), {"loss": "fused"}))
+    line("P7: gradients in place", saved(replace(DEFAULT, are_lent=False), {"are_lent": True}))
     line("compiled, TFLOP/s", rate(DEFAULT, rates))
     for name, change in ITEMS.items():
         line(name, saved(DEFAULT, change))

@@ -186,6 +186,38 @@ def called_while_compiled(function: Function) -> Function:
     return function
 
 
+def replace_returned(operation: Any, replacement: Any) -> bool:
+    """Makes torch's default compiler call another operation where compiled code returns an operation's result to its
+    caller, and does nothing else with it.
+
+    Only there may the result be memory that others own: the compiler reuses the memory of results that it has read,
+    for other results. CUDA graphs own all memory, so nothing is replaced in them. Other compilers replace nothing.
+
+    Args:
+        replacement: has the operation's arguments and results.
+
+    Returns:
+        Whether torch has the private names that this takes.
+    """
+    try:
+        from torch._inductor import config
+        from torch._inductor.graph import GraphLowering
+        from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return False
+
+    def lower(*args: Any) -> Any:
+        # A graph within another is of another type. What it returns is a result like any other.
+        is_returned = type(V.graph) is GraphLowering and all(u.op == "output" for u in V.graph.current_node.users)
+        called = replacement if is_returned and not config.triton.cudagraphs else operation
+        return fallback_handler(called.default)(*args)
+
+    if operation.default not in lowerings:
+        register_lowering(operation.default, type_promotion_kind=None)(lower)
+    return True
+
+
 def compiles_for_gpus() -> bool:
     """Returns whether torch finds Triton, and a GPU that it compiles for."""
     from torch.utils._triton import has_triton

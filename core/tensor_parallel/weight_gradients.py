@@ -1,11 +1,11 @@
 """Matrix products and look-ups that compute a weight's gradient in a data-parallel wrapper's buffer.
 
 Otherwise a gradient as large as its weight is allocated, filled and then copied. A wrapper with empty memory for it
-sets ``weight.lend_gradient_memory``, which a backward calls for memory to compute in. Autograd still gets an ordinary
-gradient, so that weights used several times, recomputation and hooks need no special cases: autograd adds gradients as
-usual, and the wrapper then finds the result in its buffer, or copies it there. If the buffer has the sum of earlier
-micro-batches, the new gradient needs other memory, because a product accumulated into the sum rounds differently. The
-arithmetic is that of torch's own functions, bit for bit.
+sets ``weight.lend_gradient_memory``, which a backward, compiled too, calls for memory to compute in. Autograd gets an
+ordinary gradient, so that weights used several times, recomputation and hooks need no special cases: autograd adds
+gradients as usual, and the wrapper then finds the result in its buffer, or copies it there. If the buffer has the sum
+of earlier micro-batches, the new gradient needs other memory, because a product accumulated into the sum rounds
+differently. The arithmetic is that of torch's own functions, bit for bit.
 
 Inside `deferring` a backward leaves these products for later: pipeline stages send the gradient of their input first,
 and compute weights' gradients while they would wait for a neighbour (Qi et al., 2023).
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base._torch_compat import accumulates_into_leaf
+from ..base._torch_compat import accumulates_into_leaf, called_while_compiled, replace_returned
 from ..base.device import is_on_gpu
 
 Lender = Callable[[], Tensor | None]
@@ -57,7 +57,7 @@ def compute_deferred(products: Sequence[Product]) -> None:
 
 def weight_gradient(ctx: Any, lender: Lender | None, compute: Callable[[Tensor | None], Tensor]) -> Tensor | None:
     """Computes the gradient of the weight, the last argument of `ctx`'s function, or defers it and returns None."""
-    if _products is not None and _is_accumulated(ctx):
+    if _products is not None and _is_accumulated(ctx.next_functions[-1][0]):
         weight = ctx.next_functions[-1][0].variable
         if not weight._backward_hooks:  # autograd calls hooks without a gradient too
             _products.append((weight, lender, compute))
@@ -67,13 +67,18 @@ def weight_gradient(ctx: Any, lender: Lender | None, compute: Callable[[Tensor |
 
 def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
-    is_ours = _has_lender(weight) or (_products is not None and _is_trained(weight))
-    if is_ours and not torch.is_autocast_enabled(input_.device.type):
-        # If torch has to copy the input, it adds the bias after the product, which rounds differently.
-        joins = input_.dim() == 2 or input_.is_contiguous()
-        output: Tensor = _Linear.apply(input_, bias if joins else None, weight)
-        return output if joins or bias is None else output.add_(bias)
+    is_traced = torch.compiler.is_compiling()
+    is_ours = _has_lender(weight) or (not is_traced and _products is not None and _is_trained(weight))
+    if is_ours and not torch.is_autocast_enabled(input_.device.type) and (not is_traced or _lends_in_compiled_code()):
+        return (torch.ops.shardstack.linear if is_traced else _linear)(input_, weight, bias)
     return F.linear(input_, weight, bias)
+
+
+def _linear(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # If torch has to copy the input, it adds the bias after the product, which rounds differently.
+    joins = input_.dim() == 2 or input_.is_contiguous()
+    output: Tensor = _Linear.apply(input_, bias if joins else None, weight)
+    return output if joins or bias is None else output.add_(bias)
 
 
 def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
@@ -87,7 +92,8 @@ def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
     """
     # Autograd adds rows to a plain tensor's gradient, and its hooks would see them.
     may_add = adds_rows and type(weight) in (Tensor, torch.nn.Parameter) and not weight._backward_hooks
-    if weight.is_cpu and not is_on_gpu(weight) and (_has_lender(weight) or (may_add and _is_trained(weight))):
+    is_ours = _has_lender(weight) or (may_add and _is_trained(weight))
+    if is_ours and weight.is_cpu and not is_on_gpu(weight) and not torch.compiler.is_compiling():
         output: Tensor = _Embedding.apply(ids, weight)
         return output
     return F.embedding(ids, weight)
@@ -106,7 +112,7 @@ def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> Tensor | None:
 
     Keep no reference to it: autograd copies a gradient that has other references.
     """
-    return lender() if lender is not None and _is_accumulated(ctx) else None
+    return lender() if lender is not None and _is_accumulated(ctx.next_functions[-1][0]) else None
 
 
 def _has_lender(weight: Tensor) -> bool:
@@ -114,13 +120,13 @@ def _has_lender(weight: Tensor) -> bool:
 
 
 def _is_trained(weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and weight.requires_grad
 
 
-def _is_accumulated(ctx: Any) -> bool:
-    """Returns whether the gradient is accumulated: not under `torch.autograd.grad`, nor for a gradient of
-    gradients."""
-    return not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[-1][0])
+def _is_accumulated(leaf: Any) -> bool:
+    """Returns whether the gradient of a leaf node is accumulated: not under `torch.autograd.grad`, nor for a gradient
+    of gradients."""
+    return not torch.is_grad_enabled() and accumulates_into_leaf(leaf)
 
 
 def _holds_dense_sum(ctx: Any) -> bool:
@@ -137,7 +143,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-        ctx.lender = lender_of(weight)
+        ctx.lender, is_real = lender_of(weight), type(weight) is Tensor or issubclass(type(weight), torch.nn.Parameter)
+        ctx.is_traced = ctx.lender is None and not is_real
         ctx.save_for_backward(input_, weight)
         return F.linear(input_.contiguous(), weight, bias)
 
@@ -147,7 +154,10 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_bias, _ = ctx.needs_input_grad
         flat_grad = _flat(grad)
         grad_input = flat_grad.mm(weight).view(input_.shape) if needs_input else None
-        grad_weight = weight_gradient(ctx, ctx.lender, lambda out: torch.mm(flat_grad.t(), _flat(input_), out=out))
+        if ctx.is_traced:  # the compiler's tensors stand for others, whose lenders are known when the code runs
+            grad_weight = torch.ops.shardstack.weight_gradient(flat_grad, _flat(input_), weight)
+        else:
+            grad_weight = weight_gradient(ctx, ctx.lender, lambda out: torch.mm(flat_grad.t(), _flat(input_), out=out))
         grad_bias = flat_grad.sum(0) if needs_bias else None
         return grad_input, grad_bias, grad_weight
 
@@ -178,10 +188,45 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         sum_rows = torch.ops.aten.embedding_dense_backward
         is_added = grad.dtype != torch.float16  # torch adds no two sparse gradients of it, as those of two forwards
-        if not (is_added and _is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):
+        if not (is_added and _is_accumulated(ctx.next_functions[-1][0]) and (ctx.has_lender or _holds_dense_sum(ctx))):
             return None, sum_rows(grad, ids, ctx.shape[0], -1, False)
         distinct_ids, place = torch.unique(ids, return_inverse=True)
         rows = sum_rows(grad, place, len(distinct_ids), -1, False)  # [ids, h]
         return None, torch.sparse_coo_tensor(
             distinct_ids.unsqueeze(0), rows, ctx.shape, is_coalesced=True, check_invariants=False
         )
+
+
+# ---- compiled code
+
+# Compiled code calls `linear` by its name, and the compiler sees its forward and its backward. A weight's gradient is
+# an operation, which asks for memory when it runs: one graph serves all layers, and keeps none of their weights. Torch
+# keeps compiled code on disk by names of operations, so that one that is compiled in another way needs another name.
+torch.library.define("shardstack::linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.impl("shardstack::linear", "CompositeImplicitAutograd", _linear)
+
+
+def _compute_in_lent_memory(grad: Tensor, input_: Tensor, weight: Tensor) -> Tensor:
+    memory = None
+    # Memory with a sum of earlier micro-batches is not lent: asking for it would only take time.
+    if weight.requires_grad and not torch.is_grad_enabled() and getattr(weight, "main_grad", None) is None:
+        with torch.enable_grad():
+            node = weight.view_as(weight).grad_fn
+        leaf: Any = node and node.next_functions[0][0]
+        # The leaf's parameter: hooks of saved tensors make another tensor of it, without attributes.
+        if accumulates_into_leaf(leaf) and (lender := lender_of(leaf.variable)) is not None:
+            memory = lender()
+    return torch.mm(grad.t(), input_, out=memory)
+
+
+_SCHEMA = "(Tensor grad, Tensor input, Tensor weight) -> Tensor"
+torch.library.define("shardstack::lent_weight_gradient", _SCHEMA)
+torch.library.impl("shardstack::lent_weight_gradient", "CompositeImplicitAutograd", _compute_in_lent_memory)
+torch.library.define("shardstack::weight_gradient", _SCHEMA)
+torch.library.impl("shardstack::weight_gradient", "CompositeExplicitAutograd", lambda grad, x, _: grad.t().mm(x))
+torch.library.register_fake("shardstack::weight_gradient", lambda grad, x, weight: weight.new_empty(weight.shape))
+
+
+@called_while_compiled
+def _lends_in_compiled_code() -> bool:
+    return replace_returned(torch.ops.shardstack.weight_gradient, torch.ops.shardstack.lent_weight_gradient)

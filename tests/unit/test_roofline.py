@@ -86,13 +86,16 @@ def test_losses_read_logits_twice_and_write_them_once() -> None:
 
 
 @on_ranks(1)
-def test_an_update_in_one_pass_is_less_than_the_one_there_is() -> None:
-    roofline, step_bytes = load("roofline"), load("_step_bytes")
-    for wrapper in ("bare", "ddp"):
-        assert roofline.ONE_PASS <= step_bytes.count_update_bytes(wrapper) < 58, wrapper
-    # Under sharding wrappers gradients are in fp32 already, and weights are cast when they are gathered.
-    for wrapper in ("zero3", "fsdp2", "fully_shard"):
-        assert 28 <= step_bytes.count_update_bytes(wrapper) < 42, wrapper
+def test_an_update_is_one_pass_over_memory() -> None:
+    """Parameters and moments are read and written, 24 bytes; the norm and the update read gradients."""
+    step_bytes = load("_step_bytes")
+    # bf16: gradients are read twice, 4, weights written, 2, and looked at for writes of others, twice 2.
+    assert step_bytes.count_update_bytes("ddp") == pytest.approx(34, abs=0.5)
+    # Under sharding wrappers gradients are in fp32, 8, and weights are cast when they are gathered.
+    for wrapper in ("zero3", "fsdp2"):
+        assert step_bytes.count_update_bytes(wrapper) == pytest.approx(32, abs=0.5), wrapper
+    for wrapper in ("bare", "fully_shard"):  # torch's, with its clipping
+        assert step_bytes.count_update_bytes(wrapper) > 38, wrapper
 
 
 @on_ranks(1)
@@ -141,7 +144,7 @@ def test_every_item_takes_less_time_of_a_large_model() -> None:
         name: default - roofline.predict(preset, replace(roofline.DEFAULT, **change), rates).milliseconds
         for name, change in roofline.ITEMS.items()
     }
-    assert min(saved.values()) >= 0 and sum(saved.values()) > 0.03 * default, saved
+    assert min(saved.values()) >= 0 and sum(saved.values()) > 0.01 * default, saved
     everything = {key: value for change in roofline.ITEMS.values() for key, value in change.items()}
     all_saved = default - roofline.predict(preset, replace(roofline.DEFAULT, **everything), rates).milliseconds
     assert all_saved == pytest.approx(sum(saved.values()))  # no two items save the same

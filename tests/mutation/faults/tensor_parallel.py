@@ -32,6 +32,13 @@ MUTATIONS = (
         ("tests/unit/tensor_parallel/test_cross_entropy.py",),
     ),
     Mutation(
+        "compiled code lends memory for a gradient that autograd returns",
+        "core.tensor_parallel.weight_gradients._compute_in_lent_memory",
+        r"accumulates_into_leaf\(leaf\)",
+        "leaf",
+        ("tests/unit/tensor_parallel/test_weight_gradients.py::test_other_consumers_of_compiled_code_borrow_none",),
+    ),
+    Mutation(
         "loss: the gradient of logits is not scaled by that of their tokens",
         "core.tensor_parallel.cross_entropy._gradient_of_logits",
         r"softmax\.mul_\(scale\.unsqueeze\(1\)\)",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from core.tensor_parallel.weight_gradients import compute_deferred, deferring, embedding, linear
+from tests.unit._quick import quick
 
 S, B, K, N = 7, 3, 33, 21
 
@@ -213,3 +218,130 @@ def test_deferred_gradients_are_those_of_one_backward(lends: bool):
     assert hooked == [[2, 1, 0], [1]]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+# ---- compiled code
+
+
+@pytest.fixture
+def _compiles_anew() -> Iterator[None]:
+    """Torch keeps what it compiles, in the process and on disk."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch(fx_graph_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_compiles_anew")
+@pytest.mark.parametrize(("kind", "dtype"), [("sequence", torch.bfloat16), ("strided", torch.float32)])
+def test_compiled_gradient_in_lent_memory_is_bitwise(kind, dtype):
+    results = []
+    for lends in (True, False):
+        leaf = numbers(S, B, K, dtype=dtype).requires_grad_()
+        weight, bias = nn.Parameter(numbers(N, K, dtype=dtype, seed=2)), nn.Parameter(numbers(N, dtype=dtype, seed=3))
+        memory = Memory(weight) if lends else None
+
+        @torch.compile
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return torch.sin(linear(x.transpose(0, 1) if kind == "strided" else x, weight, bias))
+
+        results.append(_run(call, leaf, weight, bias))
+        assert memory is None or (memory.times == 1 and weight.grad.data_ptr() == memory.memory.data_ptr())
+    assert not counters["graph_break"]
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _is_used_twice(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return linear(linear(linear(x, weight), other), weight)
+
+
+def _is_a_table_too(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return linear(torch.sin(linear(x + embedding(ids, weight), other)), weight)
+
+
+def _is_in_the_loss(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return linear(torch.sin(linear(x, other)), weight) + weight.square().sum()
+
+
+SUMS = (_is_used_twice, _is_a_table_too, _is_in_the_loss)
+
+
+@pytest.mark.usefixtures("_compiles_anew")
+@pytest.mark.parametrize("use", quick(SUMS, lambda use: use is _is_used_twice))
+def test_compiled_addends_are_in_no_lent_memory(use):
+    """The compiler reuses the memory of addends for other gradients of its size, while a wrapper writes to it."""
+    ids, results = torch.arange(S * B).view(S, B), []
+    for lends in (True, False):
+        x, weight, other = (numbers(*shape, seed=2) / 9 for shape in ((S, B, K), (K, K), (K, K)))
+        weight, other = nn.Parameter(weight), nn.Parameter(other)
+        memories = {parameter: Memory(parameter) for parameter in (weight, other) if lends}
+
+        def store(parameter: torch.Tensor, memories: dict[torch.Tensor, Memory] = memories) -> None:
+            memories[parameter].memory.copy_(parameter.grad)
+
+        for parameter in memories:
+            parameter.register_post_accumulate_grad_hook(store)
+        torch.compile(use)(x, ids, weight, other).square().sum().backward()
+        assert [memory.times for memory in memories.values()] in ([], [0, 1])
+        results.append((weight.grad, other.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+COMPILED_USES = [
+    *(("inductor", use) for use in USES if use is not _differentiates_twice),  # which torch's compiler refuses
+    *(("eager", use) for use in USES),
+]
+
+
+@pytest.mark.usefixtures("_compiles_anew")
+@pytest.mark.parametrize(("backend", "use"), COMPILED_USES, ids=[f"{b}-{use.__name__}" for b, use in COMPILED_USES])
+def test_other_consumers_of_compiled_code_borrow_none(backend, use, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "linear", torch.compile(linear, backend=backend))
+    test_other_consumers_borrow_no_memory(use)
+
+
+@pytest.mark.usefixtures("_compiles_anew")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_step_is_that_of_any_backend(backend):
+    results = []
+    for function in (linear, torch.compile(linear, backend=backend)):
+        x, weight = numbers(S, B, K), nn.Parameter(numbers(N, K, seed=2))
+        memory = Memory(weight)
+        for times in range(2):
+            function(x, weight).square().sum().backward()
+            # Only torch's default compiler is known to leave results alone that it returns.
+            assert memory.times == (0 if function is not linear and backend == "aot_eager" else times + 1)
+        results.append(weight.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.usefixtures("_compiles_anew")
+def test_compiled_code_is_shared_and_keeps_no_weight():
+    compiled, memories = torch.compile(linear), []
+    for tokens in (S, S + 1, S + 2):
+        weight = nn.Parameter(numbers(N, K))
+        memories.append(Memory(weight))
+        compiled(numbers(tokens, K), weight).sum().backward()
+        assert memories[-1].times == 1
+    assert counters["stats"]["unique_graphs"] == 2  # of one length, and of any
+    reference = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.usefixtures("_compiles_anew")
+def test_cuda_graphs_get_memory_of_their_own():
+    from torch._inductor import config
+
+    weight = nn.Parameter(numbers(N, K))
+    memory = Memory(weight)
+    with config.patch({"triton.cudagraphs": True}):
+        torch.compile(linear)(numbers(S, K), weight).sum().backward()
+    assert memory.times == 0 and torch.equal(weight.grad, numbers(S, K).sum(0).expand(N, K))

@@ -110,6 +110,7 @@ def accumulate(model: DistributedDataParallel, step: int) -> None:
 def train(make: Any, settings: dict[str, Any], fused: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Returns gradients of each step, the weights after the last, and how often memory was lent."""
     torch.manual_seed(3)
+    torch._dynamo.reset()  # processes of ranks are reused, and torch compiles a function a few times at most
     module = make(gradient_accumulation_fusion=fused)
     model = wrap(module, **settings)
     bf16 = getattr(module.config, "bf16", False)
@@ -133,7 +134,9 @@ _unfused: dict[Any, tuple[list[dict[str, torch.Tensor]], int]] = {}
 
 def train_unfused(make: Any, settings: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Runs `train` without fusion, once for all wrappers that are equal to the last bit at two ranks."""
-    key = (repr(make), settings.get("reduce_every_micro_batch"), settings.get("grad_reduce_in_fp32"))
+    key: tuple[Any, ...] = (repr(make), settings.get("reduce_every_micro_batch"), settings.get("grad_reduce_in_fp32"))
+    if settings.get("compile_units"):
+        key += (repr(settings),)  # compiled layers of bf16 round by where their weights are
     if key not in _unfused:
         _unfused[key] = train(make, settings, fused=False)
     return _unfused[key]
@@ -167,6 +170,14 @@ def test_fusion_into_fp32_gradients_of_bf16_changes_no_bit(wrapper):
     settings = {**WRAPPERS[wrapper], "grad_reduce_in_fp32": True}
     for model in ("bf16", "bf16, tied"):
         run_distributed(_changes_nothing, 2, MODELS[model], settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("wrapper", "model"), [("ddp", "untied"), ("zero2_overlap", "bf16"), ("zero2 every", "full recompute")]
+)
+def test_fusion_in_compiled_units_changes_no_bit(wrapper, model):
+    run_distributed(_changes_nothing, 2, MODELS[model], {**WRAPPERS[wrapper], "compile_units": True})
 
 
 def _changes_nothing_under_tensor_parallelism(make: Any, settings: dict[str, Any]) -> None:
@@ -238,6 +249,39 @@ def test_no_gradient_of_a_matrix_or_a_later_table_is_allocated() -> None:
     assert len(_allocations(False, 1)) >= 6  # one for each matrix, at least
     assert _allocations(True, 1) == []
     assert 0 < len(_allocations(True, 2)) < len(_allocations(False, 2))  # products, but no table
+
+
+class _Copies(TorchDispatchMode):
+    """Records the shapes of matrices that are copied into some storages."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages, self.seen = storages, list[torch.Size]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = func is torch.ops.aten.copy_.default and args[0].dim() == 2
+        if is_copy and args[0].untyped_storage().data_ptr() in self.storages:
+            self.seen.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(fused: bool) -> list[torch.Size]:
+    """Returns the gradients of matrices that the first backward of compiled layers copies."""
+    torch.manual_seed(3)
+    model = wrap(gpt(tied=False, gradient_accumulation_fusion=fused), compile_units=True)
+    for _ in range(2):  # the first compiles
+        model.zero_grad_buffer()
+        loss = loss_of(model, 1)
+        with _Copies({buffer.grad_data.untyped_storage().data_ptr() for buffer in model.buffers}) as copies:
+            loss.backward()
+    return copies.seen
+
+
+@pytest.mark.long
+@on_ranks(1)
+def test_no_gradient_of_a_compiled_matrix_is_copied() -> None:
+    assert len(_copies(False)) == 2 * 4 + 2  # four of each layer, the table and the last product
+    assert _copies(True) == []
 
 
 class Nested(Twice):
