@@ -136,7 +136,7 @@ def train_unfused(make: Any, settings: dict[str, Any]) -> tuple[list[dict[str, t
     """Runs `train` without fusion, once for all wrappers that are equal to the last bit at two ranks."""
     key: tuple[Any, ...] = (repr(make), settings.get("reduce_every_micro_batch"), settings.get("grad_reduce_in_fp32"))
     if settings.get("compile_units"):
-        key += (repr(settings),)  # compiled layers of bf16 round by where their weights are
+        key += (repr(settings),)  # compiled layers of bf16 are not equal under different wrappers, lent memory or not
     if key not in _unfused:
         _unfused[key] = train(make, settings, fused=False)
     return _unfused[key]
