@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -52,10 +53,10 @@ def _one_weight_stale_on_the_second_rank() -> Iterator[None]:
     """Undoes the second update of one weight of ZeRO-1, on rank 1."""
     publish, calls = DistributedOptimizer._publish_parameters, itertools.count()
 
-    def planted(self: DistributedOptimizer) -> None:
+    def planted(self: DistributedOptimizer, *weights: Any) -> None:
         weight = dict(unwrap_model(self._wrappers[0]).named_parameters())["last.bias"]
         before = weight.detach().clone()
-        publish(self)
+        publish(self, *weights)
         if next(calls) == 1 and dist.get_rank() == 1:
             with torch.no_grad():
                 weight.copy_(before)
