@@ -186,6 +186,11 @@ def called_while_compiled(function: Function) -> Function:
     return function
 
 
+def is_functionalized() -> bool:
+    """Returns whether torch's compiler runs Python code to trace its operations, forward and backward."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
 def replace_returned(operation: Any, replacement: Any) -> bool:
     """Makes torch's default compiler call another operation where compiled code returns an operation's result to its
     caller, and does nothing else with it.

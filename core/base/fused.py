@@ -24,7 +24,7 @@ class Fused:
     read whole words. If torch cannot compile here, warns once and calls the function directly.
 
     Args:
-        function: ``(tensor, *others) -> results``, with tensors and None alone; may write to them.
+        function: ``(tensor, *others) -> results``, of tensors, None and flags; may write to tensors.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -72,7 +72,7 @@ class MegatronOptimizer(OptimizerState):
         self._wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
         self._note_params()
         # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
-        # it, and so does `_update` if the rule raised.
+        # it, and so does `_start_reduced` if the rule raised.
         self._pending: PendingOutcome | None = None
         # The caller's function for the outcome of `_pending`; None if none was given. Set and cleared with `_pending`.
         self._on_outcome: Callable[[StepOutcome], None] | None = None

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base._torch_compat import accumulates_into_leaf, called_while_compiled, replace_returned
+from ..base._torch_compat import accumulates_into_leaf, called_while_compiled, is_functionalized, replace_returned
 from ..base.device import is_on_gpu
 
 Lender = Callable[[], Tensor | None]
@@ -143,8 +143,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-        ctx.lender, is_real = lender_of(weight), type(weight) is Tensor or issubclass(type(weight), torch.nn.Parameter)
-        ctx.is_traced = ctx.lender is None and not is_real
+        ctx.lender = lender_of(weight)
+        ctx.is_traced = ctx.lender is None and is_functionalized()
         ctx.save_for_backward(input_, weight)
         return F.linear(input_.contiguous(), weight, bias)
 

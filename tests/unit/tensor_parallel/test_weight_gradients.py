@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.testing._internal.two_tensor import TwoTensor
 
 from core.tensor_parallel.weight_gradients import compute_deferred, deferring, embedding, linear
 from tests.unit._quick import quick
@@ -218,6 +219,16 @@ def test_deferred_gradients_are_those_of_one_backward(lends: bool):
     assert hooked == [[2, 1, 0], [1]]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_weight_of_another_type_is_deferred_too():
+    """Such as a DTensor, which knows no operation of ours."""
+    weight, products = nn.Parameter(TwoTensor(numbers(N, K), numbers(N, K))), []
+    with deferring(products):
+        linear(numbers(S, K), weight).sum().backward()
+    assert len(products) == 1 and weight.grad is None
+    compute_deferred(products)
+    assert torch.equal(weight.grad.a, numbers(S, K).sum(0).expand(N, K))
 
 
 # ---- compiled code
