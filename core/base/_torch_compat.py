@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -189,6 +190,15 @@ def called_while_compiled(function: Function) -> Function:
 def is_functionalized() -> bool:
     """Returns whether torch's compiler runs Python code to trace its operations, forward and backward."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def compile_variants(function: Function, most: int) -> Function:
+    """Compiles a function of tensors with any number of rows, once for each kind of tensors, beyond which torch calls
+    the function directly: up to `most` times where `torch.compile` takes a limit (torch 2.13), else up to 8 times."""
+    takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+    limit: Any = {"recompile_limit": most} if takes_limit else {}
+    compiled: Any = torch.compile(function, dynamic=True, **limit)
+    return compiled  # type: ignore[no-any-return]
 
 
 def replace_returned(operation: Any, replacement: Any) -> bool:

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch_compat import missing_compiler
+from ._torch_compat import compile_variants, missing_compiler
 from .errors import warn_once
 from .text import first_line
 
 COMPILED_ON = ["cuda"]
 """Device types to compile on. On a CPU a part of a tensor stays in the cache between operations, and compiling takes
 seconds."""
+
+
+_MOST_VARIANTS = 64
+"""Compilations of one function, for dtypes, widths, and tensors of one row: those of several models add up."""
 
 
 class Fused:
@@ -43,13 +47,11 @@ class Fused:
         if is_traced or not self.compiles_on(first.device):
             return self.function(first, *others)
         if self._compiled_function is None:
-            self._compiled_function = torch.compile(self.function, dynamic=True)
+            self._compiled_function = compile_variants(self.function, _MOST_VARIANTS)
         if first.ndim > 1:
             torch._dynamo.mark_static(first, 1)
         try:
             return self._compiled_function(first, *others)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            raise
         except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
             self._cannot_compile = True
             cause, remedy = missing_compiler(error) or (first_line(error), "")

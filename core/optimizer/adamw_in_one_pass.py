@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..base.fused import Fused
 
+_WIDTH = 16
+
 
 def update_in_one_pass(
     rows: Sequence[list[Tensor]], group: Mapping[str, Any], count: int, found_inf: Tensor | None, factor: Tensor | None
@@ -51,7 +53,10 @@ def update_in_one_pass(
     left = []
     for row in rows:
         if _adamw.compiles_on(device) and all(tensor.is_contiguous() for tensor in row):
-            param, grad, exp_avg, exp_avg_sq, *weight = [tensor.view(-1) for tensor in row]
+            # A width that is known lets kernels read whole words. One row would be a function of its own.
+            has_rows = row[0].numel() % _WIDTH == 0 and row[0].numel() > _WIDTH
+            shape = (-1, _WIDTH) if has_rows else (-1,)
+            param, grad, exp_avg, exp_avg_sq, *weight = [tensor.view(shape) for tensor in row]
             _adamw(param, grad, exp_avg, exp_avg_sq, numbers, *weight)
         else:
             left.append(row)
@@ -66,14 +71,16 @@ def _adamw(
 
     Args:
         numbers: `[9]` in double, so that a new learning rate is no new function: whether to skip the update, the
-            gradients' factor, what decay keeps, the learning rate over the first bias correction, the root of the
+            gradients' factor, what decay leaves, the learning rate over the first bias correction, the root of the
             second one, ``1 - beta1``, ``beta2``, ``1 - beta2``, and epsilon.
     """
-    is_skipped, factor, kept, rate, root, share, beta2, share_of_square, eps = numbers.to(param.dtype).unbind()
+    is_skipped, factor, left, step_size, root, one_less_beta1, beta2, one_less_beta2, eps = numbers.to(
+        param.dtype
+    ).unbind()
     gradient = grad.to(param.dtype) * factor
-    first = torch.lerp(exp_avg, gradient, share)
-    second = exp_avg_sq * beta2 + share_of_square * gradient * gradient
-    updated = param * kept - rate * first / (second.sqrt() / root + eps)
+    first = torch.lerp(exp_avg, gradient, one_less_beta1)
+    second = exp_avg_sq * beta2 + one_less_beta2 * gradient * gradient
+    updated = param * left - step_size * first / (second.sqrt() / root + eps)
     for tensor, value in ((exp_avg, first), (exp_avg_sq, second), (param, updated)):
         tensor.copy_(torch.where(is_skipped > 0.0, tensor, value))
     if weight is not None:

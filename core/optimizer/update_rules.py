@@ -115,7 +115,7 @@ class SkippableRule(torch.optim.Optimizer):
                 torch._foreach_mul_(copies, self.factor.to(copies[0].device, dtype))
             return copies
         if self.factor is None or not grads:
-            return grads
+            return [grad.contiguous() for grad in grads]  # else they would be written to, as other columns are
         return torch._foreach_mul(list(grads), self.factor.to(grads[0].device, dtype))
 
     def take_back(self, mains: Iterable[Tensor]) -> None:
@@ -174,7 +174,7 @@ class SGD(SkippableRule):
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             pairs = [pair for batch in count_steps(self, group["params"]).values() for pair in batch]
-            _update(partial(_sgd, group, self.found_inf), self, pairs, self.state_names)
+            _update(partial(_sgd, group, self), self, pairs, self.state_names)
 
 
 def lion(group: dict[str, Any], columns: Columns) -> None:
@@ -193,29 +193,28 @@ def update_by_adamw(rule: SkippableRule, group: dict[str, Any]) -> None:
         in_one_pass = partial(
             update_in_one_pass, group=group, count=count, found_inf=rule.found_inf, factor=rule.factor
         )
-        _update(partial(_adamw, group, count, rule.found_inf), rule, pairs, ADAM_STATE, in_one_pass)
+        _update(partial(_adamw, group, count, rule), rule, pairs, ADAM_STATE, in_one_pass)
 
 
-def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
+def _adamw(group: dict[str, Any], count: int, rule: SkippableRule, columns: Columns) -> None:
     params, grads, exp_avgs, exp_avg_sqs = columns
     steps = torch.full((), count, dtype=torch.float32, device=params[0].device)  # a fill does not wait for the device
     beta1, beta2 = group["betas"]
-    options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], **_common_options(group, found_inf, params[0])}
+    options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], **_common_options(group, rule)}
     torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [steps] * len(params), amsgrad=False, **options)
 
 
-def _sgd(group: dict[str, Any], found_inf: Tensor | None, columns: Columns) -> None:
+def _sgd(group: dict[str, Any], rule: SkippableRule, columns: Columns) -> None:
     params, grads, *buffers = columns
     options = {"momentum": group["momentum"], "dampening": 0.0, "nesterov": False}
     options["is_first_step"] = False  # zeroed buffers give what a missing one does
-    options |= _common_options(group, found_inf, params[0])
+    options |= _common_options(group, rule)
     torch._fused_sgd_(params, grads, buffers[0] if buffers else [], **options)
 
 
-def _common_options(group: dict[str, Any], found_inf: Tensor | None, param: Tensor) -> dict[str, Any]:
-    """Returns what torch's fused rules have in common, for parameters on the device of one of them."""
-    skips = None if found_inf is None else found_inf.to(param.device)  # offloaded parameters are on another device
-    return {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": False, "found_inf": skips}
+def _common_options(group: dict[str, Any], rule: SkippableRule) -> dict[str, Any]:
+    """Returns what torch's fused rules have in common."""
+    return {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": False, "found_inf": rule.found_inf}
 
 
 MakeGroups = Callable[[Sequence[MainParam]], list[dict[str, Any]]]
@@ -274,9 +273,9 @@ def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, .
 def count_steps(rule: SkippableRule, params: list[Tensor]) -> dict[int, list[list[Tensor]]]:
     """Counts a step for every parameter with a gradient, and groups non-empty ones, with theirs, by their count."""
     batches: dict[int, list[list[Tensor]]] = {}
-    own = rule._gradients
+    gradients = rule._gradients
     for p in params:
-        grad = p.grad if own is None else own.get(p)  # no call of `gradient_of` for each parameter
+        grad = p.grad if gradients is None else gradients.get(p)  # no call of `gradient_of` for each parameter
         if grad is None:
             continue
         state = rule.state[p]
@@ -307,12 +306,15 @@ def _update(
         state, weight = ensure_state(rule, p, names), rule._weights.pop(p, None)
         row = [p, grad, *[state[name] for name in names], *([] if weight is None else [weight])]
         batches.setdefault((p.device, p.dtype, weight is not None), []).append(row)
-    for (_, dtype, has_weights), all_rows in batches.items():
+    for (device, dtype, has_weights), all_rows in batches.items():
         if not (rows := in_one_pass(all_rows)):
             continue
-        is_read_as_is = rule.factor is None and {row[1].dtype for row in rows} == {dtype}
+        # Offloaded parameters are on another device: once, rather than for each chunk.
+        rule.found_inf = None if rule.found_inf is None else rule.found_inf.to(device)
+        rule.factor = None if rule.factor is None else rule.factor.to(device)
+        needs_no_copy = rule.factor is None and {row[1].dtype for row in rows} == {dtype}
         elements = GPU_CHUNK_ELEMENTS if is_on_gpu(rows[0][0]) else CHUNK_ELEMENTS
-        for chunk in [rows] if is_read_as_is and not has_weights else _chunks(rows, elements):
+        for chunk in [rows] if needs_no_copy and not has_weights else _chunks(rows, elements):
             mains, grads, *others = zip(*chunk, strict=True)
             weights = others.pop() if has_weights else ()
             columns = [mains, rule.as_read(grads, dtype), *others]

@@ -118,7 +118,9 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind):  # backward runs outside autocast: cast here, where autograd sees it
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
-    tokens, may_keep = target.numel(), vocab_chunk_size is None and is_on_gpu(input_)
+    # Ranks whose GPUs differ may decide differently. The two make the same calls, but for this case.
+    gathers_alike = weight.requires_grad or not sequence_parallel
+    tokens, may_keep = target.numel(), vocab_chunk_size is None and is_on_gpu(input_) and gathers_alike
     if may_keep and _KEPT_SHARE * tokens * weight.shape[0] * weight.itemsize <= memory_bytes():
         logits = column_parallel_linear(input_, weight, None, group, sequence_parallel)
         return vocab_parallel_cross_entropy(logits, target, tp_group=group)

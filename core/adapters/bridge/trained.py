@@ -17,7 +17,7 @@ from ...distributed import _BaseDataParallel
 from ...distributed.engine.engine import owner_of
 from ...distributed.step_marks import current_parameter
 from ...optimizer import MegatronOptimizer, shard_optimizer
-from ...optimizer.clip_grads import clip_coefficient, multiply_gradients
+from ...optimizer.clip_grads import gradient_factor, multiply_gradients
 from ...optimizer.distrib_optimizer import gradient_statistics
 from ...optimizer.main_ranges import collect_main_params
 from ...optimizer.torch_rule import NotElementwiseError
@@ -79,9 +79,8 @@ class GradientNorm:
             )
         gradients = self._gradients()
         norm = self._statistics.measure(gradients)[0].float()
-        factor = clip_coefficient(norm.double(), max_norm)
-        factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
-        multiply_gradients([gradient for gradient in gradients if gradient is not None], factor)
+        if (factor := gradient_factor(norm.double(), max_norm, 1.0)) is not None:
+            multiply_gradients([gradient for gradient in gradients if gradient is not None], factor)
         return norm
 
     @torch.no_grad()
