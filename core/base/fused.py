@@ -52,6 +52,8 @@ class Fused:
             torch._dynamo.mark_static(first, 1)
         try:
             return self._compiled_function(first, *others)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # which the user's settings of torch ask for
+            raise
         except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
             self._cannot_compile = True
             cause, remedy = missing_compiler(error) or (first_line(error), "")

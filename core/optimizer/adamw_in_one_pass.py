@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..base.fused import Fused
 
-_WIDTH = 16
+_WIDTH, _GRADIENT = 16, 1
+"""The width that rows are viewed by, and the column that is not written."""
 
 
 def update_in_one_pass(
@@ -52,14 +53,18 @@ def update_in_one_pass(
     )
     left = []
     for row in rows:
-        if _adamw.compiles_on(device) and all(tensor.is_contiguous() for tensor in row):
-            # A width that is known lets kernels read whole words. One row would be a function of its own.
-            has_rows = row[0].numel() % _WIDTH == 0 and row[0].numel() > _WIDTH
-            shape = (-1, _WIDTH) if has_rows else (-1,)
-            param, grad, exp_avg, exp_avg_sq, *weight = [tensor.view(shape) for tensor in row]
-            _adamw(param, grad, exp_avg, exp_avg_sq, numbers, *weight)
-        else:
+        if not _adamw.compiles_on(device):
             left.append(row)
+            continue
+        # A width that is known lets kernels read whole words. One row would be a function of its own.
+        has_rows = row[0].numel() % _WIDTH == 0 and row[0].numel() > _WIDTH
+        shape = (-1, _WIDTH) if has_rows else (-1,)
+        whole = [tensor.contiguous() for tensor in row]
+        param, grad, exp_avg, exp_avg_sq, *weight = [tensor.view(shape) for tensor in whole]
+        _adamw(param, grad, exp_avg, exp_avg_sq, numbers, *weight)
+        for index, tensor in enumerate(row):
+            if index != _GRADIENT and tensor is not whole[index]:
+                tensor.copy_(whole[index])
     return left
 
 

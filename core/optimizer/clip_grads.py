@@ -175,12 +175,10 @@ def gradient_factor(norm: Tensor, max_norm: float, scale: float) -> Tensor | Non
 
 
 def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies gradients in place by a 0-dim double, unless the host knows that it is one."""
+    """Multiplies gradients in place by a 0-dim double."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    if known_on_host(factor) == 1.0:
-        return
     for (device, dtype), same in by_kind.items():  # one kernel of torch for each takes a factor of its own kind
         torch._foreach_mul_(same, factor.to(device, dtype))
 

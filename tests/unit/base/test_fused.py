@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from core.base import fused
 from core.base.fused import Fused
@@ -55,3 +56,12 @@ def test_a_function_of_many_widths_stays_compiled(monkeypatch: pytest.MonkeyPatc
     for width in range(2, 2 + 2 * most):
         assert torch.equal(function(torch.ones(3, width)), torch.full((3, width), 2.0))
     assert called_directly == []
+
+
+def test_recompile_limit_raises(monkeypatch: pytest.MonkeyPatch):
+    def too_many(matrix: torch.Tensor) -> torch.Tensor:
+        raise FailOnRecompileLimitHit("8 compilations")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: too_many)
+    with pytest.raises(FailOnRecompileLimitHit):
+        Fused(lambda matrix: matrix * 2)(torch.ones(2, 3))

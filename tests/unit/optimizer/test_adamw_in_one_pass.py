@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from core.base import fused
 from core.optimizer import adamw_in_one_pass
+from core.optimizer import update_rules as rules
 from core.optimizer.update_rules import AdamW
 from tests.unit._on_gpu import ON_GPU
 
@@ -96,6 +97,20 @@ def test_a_cut_tensor_has_the_same_bits(compiled: None, monkeypatch: pytest.Monk
         for _ in range(3):
             rule.update(dict(zip(params, grads, strict=True)), torch.tensor(True), None, {})
     assert torch.equal(torch.cat(cut), whole)
+
+
+def test_a_strided_tensor_has_the_bits_of_a_flat_one(compiled: None, monkeypatch: pytest.MonkeyPatch):
+    """As replicas keep it, and as the buffers of shards do."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    flat, grad = torch.randn(7, 5), torch.randn(7, 5)
+    strided = flat.t().contiguous().t()
+    strided_grad = grad.t().contiguous().t()
+    for param, gradient in ((flat, grad), (strided, strided_grad)):
+        rule = AdamW([param], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        monkeypatch.setattr(rules, "in_whole_vectors", lambda *unused: pytest.fail("left to the passes"))
+        for _ in range(3):
+            rule.update({param: gradient}, torch.tensor(True), None, {})
+    assert torch.equal(strided, flat) and torch.equal(strided_grad, grad) and not strided.is_contiguous()
 
 
 def test_without_a_compiler_passes_are_made(compiled: None, monkeypatch: pytest.MonkeyPatch):
