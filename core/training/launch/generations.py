@@ -208,7 +208,8 @@ class _Block(AbstractContextManager[Generation]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         try:
             return self._leave(error)
-        finally:
+        finally:  # an interrupt, too: the thread must not close connections that the program makes after the block
+            self._launcher.leave()
             defer_explanations(False)
 
     def _leave(self, error: BaseException | None) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from unittest import mock
@@ -75,7 +77,30 @@ def test_groups_of_gloo_are_not_aborted(launcher: socket.socket, monkeypatch: py
         raise OutOfStepError("of the step")
 
 
-@pytest.mark.parametrize("error", [OutOfStepError("of a generation that has ended"), KeyboardInterrupt()], ids=repr)
+ERRORS = [OutOfStepError("of a generation that has ended"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_connections_stay_open_after_a_block(
+    error: BaseException, launcher: socket.socket, monkeypatch: pytest.MonkeyPatch
+):
+    closings: list[None] = []
+    closed = threading.Event()
+    monkeypatch.setattr(generations, "_CLOSE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(
+        generations, "_close_connections", lambda *unused, **options: (closings.append(None), closed.set())
+    )
+    launcher.sendall(encode(Generation(number=0, limit_s=60.0)))
+    with fake_world(rank=0, world_size=2), suppress(KeyboardInterrupt), next(generations.generations()):
+        launcher.sendall(encode(Generation(number=1, limit_s=60.0)))
+        assert closed.wait(10.0)
+        raise error
+    closings.clear()
+    time.sleep(0.1)
+    assert not closings
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_failures_are_explained_again_after_a_block(error: BaseException, launcher: socket.socket):
     launcher.sendall(encode(Generation(number=0, limit_s=60.0)))
     with fake_world(rank=0, world_size=2), suppress(KeyboardInterrupt), next(generations.generations()):
