@@ -59,31 +59,32 @@ class _StepBytes(CountedBytes):
     def compiled(self, function: Any, matrix: Tensor, *others: Any) -> Any:
         """Calls a function as one kernel, which may write to its tensors: the matrix is read, and what is written of
         the others is not."""
-        tensors = [other for other in others if isinstance(other, Tensor)]
-        versions = {tensor: tensor._version for tensor in (matrix, *tensors)}
-        self._is_in_graph = True
-        try:
-            results = function(matrix, *others)
-        finally:
-            self._is_in_graph = False
-        written = [tensor for tensor, version in versions.items() if tensor._version > version]
-        read = [matrix, *(tensor for tensor in tensors if tensor._version == versions[tensor])]
-        self.kernel("compiled", read, [*results, *written])
+        results, kept, written = self._call(function, matrix, *others)
+        is_written = any(tensor is matrix for tensor in written)
+        self.kernel("compiled", [matrix, *kept] if is_written else kept, [*results, *written])
         return results
 
     def updated(self, function: Any, *tensors: Tensor) -> None:
         """Calls an update as one kernel: of what it writes, weights in low precision are not read."""
+        _, kept, written = self._call(function, *tensors)
+        if _get_current_dispatch_mode() is self:
+            updated = [tensor for tensor in written if tensor.element_size() != HALF]
+            self.kernel("compiled", [*kept, *updated], written)
+
+    def _call(self, function: Any, *args: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Calls a function without counting its operators. Returns its results, and of the tensors that it is called
+        with those that it does not write to, and those that it does."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
         versions = [tensor._version for tensor in tensors]
         self._is_in_graph = True
         try:
-            function(*tensors)
+            results = function(*args)
         finally:
             self._is_in_graph = False
-        if _get_current_dispatch_mode() is not self:
-            return
-        written = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version > version]
-        weights = {tensor for tensor in written if tensor.element_size() == HALF}
-        self.kernel("compiled", [tensor for tensor in tensors if tensor not in weights], written)
+        kept, written = list[Tensor](), list[Tensor]()
+        for tensor, version in zip(tensors, versions, strict=True):
+            (written if tensor._version > version else kept).append(tensor)
+        return results, kept, written
 
     @property
     def moved(self) -> Moved:
@@ -225,14 +226,18 @@ def _activations(preset: Preset, width: int) -> Tensor:
 
 
 @cache
-def count_update_bytes(wrapper: str) -> float:
-    """Returns the bytes a parameter that an update of the optimizer reads and writes, as on a GPU."""
+def count_update_bytes(wrapper: str, *, compiles: bool = True) -> float:
+    """Returns the bytes a parameter that an update of the optimizer reads and writes, as on a GPU.
+
+    Args:
+        compiles: whether torch can compile there.
+    """
     from core.base.device import CPU_STANDS_FOR_GPU
     from core.optimizer import adamw_in_one_pass
 
     _start()
     counted, function = _StepBytes(), adamw_in_one_pass._adamw.function
-    compiled = Mock(side_effect=partial(counted.updated, function), compiles_on=lambda device: True)
+    compiled = Mock(side_effect=partial(counted.updated, function), compiles_on=lambda device: compiles)
     with CPU_STANDS_FOR_GPU.replaced(True), patch.object(adamw_in_one_pass, "_adamw", compiled):
         training = Training(_UPDATED, {}, {}, wrapper)
         training.step()
