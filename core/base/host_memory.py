@@ -8,9 +8,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import itemgetter
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,15 @@ def host_pages(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def shared_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns the bytes of a contiguous tensor on the host, in row-major order. Shares them, and keeps them alive.
+
+    Unlike `Tensor.numpy`, after which torch never resizes the storage again, so that no wrapper could release it.
+    """
+    interface = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor))
 
 
 AS_HOST_MEMORY: Seam[Callable[[Tensor], Tensor]] = Seam(lambda tensor: tensor)
@@ -92,6 +102,10 @@ class ReusedMemory:
         """Memory that is not in use."""
         return [memory for kept in self._kept.values() for memory in kept]
 
+    def free_kept(self) -> None:
+        """Frees the memory that is not in use."""
+        self._kept.clear()
+
     def keeps(self, numel: int) -> bool:
         """Returns whether memory of `numel` elements is ever kept."""
         return self._keeps_all or numel in self._most_kept
@@ -146,6 +160,10 @@ class LentMemory:
     def tensors(self) -> list[Tensor]:
         """The memory as a tensor of bytes, or nothing before the first loan."""
         return [] if self._memory is None else [self._memory]
+
+    def free(self) -> None:
+        """Drops the memory: it is freed with the last tensor that is lent, and the next loan allocates it again."""
+        self._memory, self._lent = None, []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialized tensor with a storage of its own."""

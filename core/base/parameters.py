@@ -124,8 +124,9 @@ without_waiting = torch._C.DisableTorchFunctionSubclass
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
-    """Returns whether the class is `nn.Parameter` itself. A subclass may depend on its class, so it is left alone."""
-    return type(param) is nn.Parameter
+    """Returns whether the class is `nn.Parameter` itself, or that of a pending one. Any other class may be depended on,
+    so it is left alone."""
+    return type(param) in (nn.Parameter, _PendingParameter)
 
 
 def make_pending(params: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:

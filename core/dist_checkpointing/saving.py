@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
-from ..base.host_memory import host_pages
+from ..base.host_memory import host_pages, shared_bytes
 from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
 from . import agreement
@@ -289,4 +289,4 @@ def _write_piece(stream: BinaryIO, tensor: Tensor, start: int) -> None:
 
 def _bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Returns the tensor's bytes in row-major order, on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return shared_bytes(tensor.detach().cpu().contiguous())

@@ -24,6 +24,7 @@ from .model.unit_transforms import hold_packed_weights, leave_out, transform_uni
 from .plan import plan_model
 from .plan.settings import own_settings
 from .plan.units import UnitChoice
+from .released_memory import Part, ReleasedMemory
 from .step import Call, Phase, Step
 from .wrapped_parameters import _WrappedParameters
 
@@ -153,6 +154,8 @@ class _BaseDataParallel(_WrappedParameters):
         if self.plan.transforms:
             offload_activations(self.plan.transforms)
         own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
+        # What is released at the moment. `release` and `restore` alone change it.
+        self._released = ReleasedMemory(self.module, engine, self.step, self.optimizers)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. `raise_explained` explains its errors."""
@@ -285,6 +288,7 @@ class _BaseDataParallel(_WrappedParameters):
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
+        self.step.reject_released("zero_grad_buffer()", "model", "gradients")
         self.engine.gradients.zero()
         if self.engine.gradients.tree is not None:
             self.engine.gradients.tree.restart()
@@ -299,7 +303,38 @@ class _BaseDataParallel(_WrappedParameters):
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""
+        self.step.reject_released("local_gradient()", "model", "gradients")
         return self.engine.gradients.of(parameter)
+
+    def release(self, *what: Part, folder: str | None = None) -> int:
+        """Frees memory while other work runs on the device, as a server that generates, until `restore`.
+
+        Values are copied to pinned memory of the host, on a CPU into a file. What can be made again is dropped:
+        gathered parameters, gradients that are zeroed. Ranks need not call it together. What uses a released part
+        raises: a forward, a step, a checkpoint, a parameter itself. A part that is released already stays so.
+
+        Args:
+            what: ``"model"``: parameters and buffers; ``"optimizer"``: moments, fp32 masters and averages of each
+                optimizer of the model; ``"gradients"``. All by default.
+            folder: of the file, for a GPU too: the values then take no memory of the host.
+
+        Returns:
+            The bytes that were freed on this rank, gathered parameters not counted.
+
+        Raises:
+            ConfigError: a part that does not exist, or ``nccl_ub``, which registers the memory.
+            ShardstackError: gradients in mid-step, or a folder that cannot be written to. Nothing is released.
+        """
+        return self._released.release(what, folder)
+
+    def restore(self, *what: Part) -> None:
+        """Brings back what `release` has freed, with the same bits. All of it by default.
+
+        Raises:
+            ConfigError: a part that does not exist.
+            RuntimeError: of torch, without memory for it. Once there is, call it again.
+        """
+        self._released.restore(what)
 
 
 def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -> list[nn.Module]:

@@ -69,6 +69,8 @@ class Step:
         self.phase = Phase.ZEROED
         # Number of steps whose gradients were reduced, for messages. `enter` counts.
         self.number = 0
+        # What `_BaseDataParallel.release` has released; `restore` takes it out.
+        self.released = set[str]()
         # The parameter whose gradient came too late, where it is known; valid only in the phase LATE.
         self._late_parameter = ""
 
@@ -76,6 +78,18 @@ class Step:
     def is_reduced(self) -> bool:
         """Whether gradients are global."""
         return self.phase in (Phase.REDUCED, Phase.FINALIZED)
+
+    def reject_released(self, use: str, *parts: str) -> None:
+        """Raises if one of these parts of a model is released, and cannot be used.
+
+        Raises:
+            ShardstackError: names it.
+        """
+        if self.released and (released := [part for part in parts if part in self.released]):
+            raise ShardstackError(
+                f"{use} needs the {' and the '.join(released)} of a wrapped model, whose memory is released; call the "
+                "wrapper's restore() first"
+            )
 
     def check(self, call: Call, optimizer: str = "") -> None:
         """Raises unless gradients are what a call needs.
@@ -86,6 +100,8 @@ class Step:
         Raises:
             ShardstackError: says which call is missing, or was made twice.
         """
+        use = f"{optimizer}.step()" if call is Call.STEP else call.value
+        self.reject_released(use, "model", "gradients", *(("optimizer",) if call is Call.STEP else ()))
         if (message := _REFUSALS[call].get(self.phase)) is not None:
             late = f", the first of parameter {self._late_parameter}" if self._late_parameter else ""
             raise ShardstackError(message.format(call=call.value, phase=self.phase.value, of=optimizer, late=late))
@@ -109,6 +125,7 @@ class Step:
             opens: called where gradients are reduced; returns whether the backward may add to them, as in a plain
                 module. The next reduction then reduces the sum.
         """
+        self.reject_released("a backward", "model", "gradients")
         if self.phase in (Phase.ACCUMULATING, Phase.LATE, Phase.BROKEN):
             return
         if self.phase is Phase.ZEROED or (self.is_reduced and opens()):

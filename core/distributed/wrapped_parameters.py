@@ -32,6 +32,7 @@ class _WrappedParameters(WrappedModel):
         Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
         whose parameters are always whole, or are DTensors.
         """
+        self.engine.gradients.state.reject_released("whole_parameters()", "model")
         with self.engine.parameters.whole():
             yield
 
@@ -45,6 +46,7 @@ class _WrappedParameters(WrappedModel):
         A shard is sent to its replicas across optimizer instances. Within an instance it exists once, and is not sent:
         replicas that started different were made equal before they were cut (``sync_module_states``).
         """
+        self.engine.gradients.state.reject_released("broadcast_params()", "model")
         self.engine.parameters.settle()
         broadcast_tensors(self.module.buffers(), self.process_group)
         for _, parameter in managed_parameters(self.module):

@@ -99,6 +99,10 @@ class AveragedWeights:
         if self._is_swapped:
             raise OptimizerError("the model holds averaged weights; leave `with average.swapped()` first")
 
+    def held(self) -> list[Tensor]:
+        """Returns this rank's part of each average, as it is in memory."""
+        return self._averages
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Returns the average of each parameter by name, as tensors of the whole model that share this rank's."""
         self.check_may_step()

@@ -62,7 +62,8 @@ class MainParam:
     """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master. Fixed."""
 
     _address: int = field(init=False)
-    """Address of this rank's part of the parameter when `main` was created. Fixed. `check_storage` compares it."""
+    """Address of this rank's part of the parameter. `note_storage` sets it, when `main` is created and when a wrapper
+    has brought the memory back. `check_storage` compares it."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():
@@ -77,6 +78,10 @@ class MainParam:
             )
         self.is_low_precision = local.dtype in LOW_PRECISION
         self.main = local.detach().float() if self.is_low_precision and self.has_master else local.detach()
+        self.note_storage()
+
+    def note_storage(self) -> None:
+        """Records where the parameter is now."""
         self._address = local_part(self.param).data_ptr()
 
     def local(self) -> Tensor:
@@ -208,6 +213,10 @@ class WrittenParams:
     def were_counted(self) -> bool:
         """Returns whether torch has counted a write since the last agreement. Waits for nothing."""
         return self._counts != [p.param._version for p in self._params]
+
+    def held(self) -> list[Tensor]:
+        """Returns what parameters are compared with."""
+        return self._sums
 
     @property
     def names(self) -> list[str]:

@@ -236,7 +236,10 @@ class MegatronOptimizer(OptimizerState):
         Raises:
             OutOfStepError: not all ranks took part in the step.
             OptimizerError: other code wrote to parameters in low precision between this step and an unfinished one.
+            ShardstackError: a wrapper has released the model or the state.
         """
+        for wrapper in self._wrappers:
+            wrapper.step.reject_released("an optimizer's state", "model", "optimizer")
         self._conclude()
         self._has_unfinished_step = False
 

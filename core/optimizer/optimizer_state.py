@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -76,6 +76,7 @@ class Average(Protocol):
 
     def note_update(self, is_made: Tensor) -> None: ...
     def check_may_step(self) -> None: ...
+    def held(self) -> Sequence[Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
 
 
@@ -152,6 +153,18 @@ class OptimizerState(torch.optim.Optimizer, ABC):
     def main_params(self) -> Sequence[MainParam]:
         """The trainable parameters, each with the tensor that this rank updates, in one order on all ranks."""
         return self._params
+
+    def held(self) -> Iterator[Tensor]:
+        """Yields the tensors on this rank that are in memory of their own, not in that of the model."""
+        yield from (value for state in self.state.values() for value in state.values() if isinstance(value, Tensor))
+        yield from (p.main for p in self._params if p.has_master and p.is_low_precision)
+        yield from self._written_params.held()
+        yield from self.average.held() if self.average is not None else ()
+
+    def note_moved(self) -> None:
+        """Takes note that a wrapper has brought the memory of parameters back, at other addresses."""
+        for p in self._params:
+            p.note_storage()
 
     def main_tensors(self) -> dict[nn.Parameter, Tensor]:
         """Returns the tensor that is updated for each trainable parameter, as it is in `param_groups`."""

@@ -111,7 +111,7 @@ class WeightStream(TensorStream):
         """Raises unless weights may be read, and waits for the last optimizer step's weights.
 
         Raises:
-            ShardstackError: a step has begun.
+            ShardstackError: a step has begun, or the wrapper has released the model.
             CheckpointError: on all ranks: the model has other tensors than before, or shows others.
         """
         for wrapper in (stage for stage in self.wrappers if isinstance(stage, _BaseDataParallel)):
@@ -120,6 +120,7 @@ class WeightStream(TensorStream):
                     "a stream of weights was started in mid-step, after a backward; finish the step first "
                     "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
                 )
+            wrapper.step.reject_released("a stream of weights", "model")
             wrapper.engine.parameters.settle()
         self.ranks.on_all(self._look_up)
 

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...base.host_memory import shared_bytes
+
 MODULUS = 1 << 64
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1 << 15  # keys and words of a block stay in the second-level cache
@@ -75,7 +77,7 @@ def _runs(values: Tensor, offsets: list[int], shape: list[int], base: int) -> It
     row = math.prod(shape[1:])
     start = base + (offsets[0] * row if offsets else 0)
     if list(values.shape[1:]) == shape[1:]:
-        yield _bytes(values), start
+        yield shared_bytes(values), start
         return
     inner = row // shape[1]
     gap_bytes = (shape[1] - values.shape[1]) * inner * values.element_size()
@@ -85,15 +87,11 @@ def _runs(values: Tensor, offsets: list[int], shape: list[int], base: int) -> It
             part = values[first : first + rows]
             padded_rows = torch.zeros((len(part), row * values.element_size()), dtype=torch.uint8)
             begin, size = offsets[1] * inner * values.element_size(), part.shape[1] * inner * values.element_size()
-            padded_rows[:, begin : begin + size] = torch.from_numpy(_bytes(part)).view(len(part), size)
-            yield _bytes(padded_rows), start + first * row
+            padded_rows[:, begin : begin + size] = torch.from_numpy(shared_bytes(part)).view(len(part), size)
+            yield shared_bytes(padded_rows), start + first * row
         return
     for index in range(len(values)):
         yield from _runs(values[index], offsets[1:], shape[1:], start + index * row)
-
-
-def _bytes(values: Tensor) -> np.ndarray:
-    return values.reshape(-1).view(torch.uint8).numpy()
 
 
 def _run_hash(data: np.ndarray, start: int) -> int:

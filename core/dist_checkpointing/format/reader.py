@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...base.files import JSON_BYTES, BoundsError, read_file
+from ...base.host_memory import shared_bytes
 from ..global_view import held_boxes, overlap
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 
@@ -64,7 +65,7 @@ class PieceReader:
 
     def _read_into(self, target: Tensor, piece: Piece) -> None:
         """Reads a whole piece straight into the memory of its target."""
-        memory = target.reshape(-1).view(torch.uint8).numpy().data
+        memory = shared_bytes(target).data
         with (self.folder / piece.file).open("rb") as stream:
             stream.seek(piece.start)
             if stream.readinto(memory) != len(memory):

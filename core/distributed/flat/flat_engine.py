@@ -120,6 +120,10 @@ class FlatEngine(Engine):
         for name, param in params:
             self._names[param], self.places[param] = name, (param.data_ptr(), param.dtype)
 
+    def allocate_gathered(self) -> None:
+        super().allocate_gathered()
+        self._note_moved([(name, parameter) for parameter, name in self._names.items()])
+
     def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
         return self._names
 
@@ -253,6 +257,10 @@ class FlatGradients(Gradients):
 
     def tensors(self) -> list[Tensor]:
         return [tensor for bucket in self._buckets for tensor in (bucket.grads.shard, *bucket.grads.accumulators)]
+
+    def free_unused(self) -> None:
+        for bucket in self._buckets:
+            bucket.buffer.grad_memory.free_kept()
 
     def note_step(self) -> None:
         self.shown.hide_after_step()

@@ -41,8 +41,9 @@ class Slot:
         allocate: allocates their memory.
 
     Attributes:
-        parts: memory for the whole parameters of a unit, by kind. Kept as long as the model is wrapped; the
-            parameters of every unit of the slot are views of it. A lane writes it during a gather.
+        parts: memory for the whole parameters of a unit, by kind. The parameters of every unit of the slot are
+            views of it. A lane writes it during a gather. Without memory
+            between `free` and `allocate`.
         units: the units that take turns with it.
         owner: the unit whose values are in it, or are being gathered; None if there is none.
     """
@@ -50,24 +51,40 @@ class Slot:
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
         # Fixed: how `leave_to` makes new memory.
         self._sizes, self._allocate = sizes, allocate
-        with torch.inference_mode(False):  # `leave_to` may be called in an evaluation, whose memory no step could use
-            self.parts = [allocate(*size) for size in sizes]
+        self.parts: list[Tensor] = []
         # Each unit adds itself when it is built; `leave_to` removes all but one.
         self.units: list[Unit] = []
         # `Unit.start_gather` sets it, on the main thread or autograd's. None before the first gather, after the shards
         # were written (`ShardedParameters.invalidate`), while parameters are in memory of their own
         # (`Unit.gather_apart`), and where one was written while it was gathered.
         self.owner: Unit | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocates the memory, without values, and places the parameters of the units in it."""
+        with torch.inference_mode(False):  # `leave_to` may be called in an evaluation, whose memory no step could use
+            self._hold([self._allocate(*size) for size in self._sizes])
+
+    def free(self) -> None:
+        """Frees the memory: parameters have shapes alone until `allocate`. None of its units may be in use."""
+        self._hold([torch.empty(1, dtype=dtype, device=device).expand(numel) for numel, dtype, device in self._sizes])
+
+    def _hold(self, parts: list[Tensor]) -> None:
+        units, self.parts, self.units = self.units, parts, []
+        self._place(units)
+
+    def _place(self, units: Sequence[Unit]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # their parameters are hidden: placing them must not gather
+            for unit in units:
+                unit.enter(self)
+                unit.place()
 
     def leave_to(self, unit: Unit) -> Sequence[Unit]:
         """Leaves the memory, with its values, to `unit`. Returns the others, which take turns with new memory."""
         others = [other for other in self.units if other is not unit]
         rest = Slot(self._sizes, self._allocate)
         self.units = [unit]
-        with torch._C.DisableTorchFunctionSubclass():  # their parameters are hidden: placing them must not gather
-            for other in others:
-                other.enter(rest)
-                other.place()
+        rest._place(others)
         return others
 
 

