@@ -124,8 +124,8 @@ without_waiting = torch._C.DisableTorchFunctionSubclass
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
-    """Returns whether the class is `nn.Parameter` itself, or that of a pending one. Any other class may be depended on,
-    so it is left alone."""
+    """Returns whether the class is `nn.Parameter` itself, or that of a pending one. A parameter of another class may
+    depend on it, and is left alone."""
     return type(param) in (nn.Parameter, _PendingParameter)
 
 

@@ -23,6 +23,7 @@ _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _REPRODUCIBLE_LOOP = "tests/unit/distributed/engine/test_gradient_tree.py"
 _PACKED = "tests/unit/distributed/model/test_packed_weights.py"
 _OFFLOADED = "tests/unit/distributed/model/test_offloaded_activations.py"
+_RELEASED = "tests/unit/distributed/test_released_memory.py"
 
 MUTATIONS = (
     # ---- wrappers
@@ -538,6 +539,27 @@ MUTATIONS = (
         r"\(getattr\(config, name, None\) or 1\) > 1",
         "False",
         ("tests/unit/distributed/test_wrap_model.py::test_one_line_names_what_is_missing",),
+    ),
+    Mutation(
+        "released memory comes back as zeros",
+        "core.distributed.released_memory._Storage.restore",
+        r"self\._load\(self\._bytes\(\)\)",
+        "self._bytes().zero_()",
+        (_RELEASED + "::test_bits_come_back_and_bytes_go",),
+    ),
+    Mutation(
+        "fp32 masters are not released with an optimizer's state",
+        "core.optimizer.optimizer_state.OptimizerState.held",
+        r"p\.is_low_precision",
+        "False",
+        (_RELEASED + "::test_bits_come_back_and_bytes_go",),
+    ),
+    Mutation(
+        "what is released may be stepped",
+        "core.distributed.step.Step.reject_released",
+        r"self\.released and",
+        "False and",
+        (_RELEASED + "::test_any_use_of_what_is_released_raises",),
     ),
     Mutation(
         "a model's own config is left out",
