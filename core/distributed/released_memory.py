@@ -104,7 +104,7 @@ class ReleasedMemory:
         for optimizer in () if self._step.released else self._optimizers:
             optimizer.finish_step()
         if "model" in parts:
-            engine.parameters.free_gathered()
+            engine.free_gathered()
         if "gradients" in parts:
             engine.gradients.free_unused()
         if streams.is_asynchronous(device):
@@ -198,7 +198,7 @@ class ReleasedMemory:
 
     def _hide_model(self) -> Iterator[Callable[[], None]]:
         plain = []
-        for owner, name in self._engine.parameters.holders_of_shards():
+        for owner, name in self._engine.holders_of_shards():
             yield from _replace(vars(owner), [name])
         for parameter in self._module.parameters():
             if (elements := kept_range(parameter)) is not None:

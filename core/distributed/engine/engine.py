@@ -78,17 +78,6 @@ class Parameters(ABC):
         own_range = kept_range(parameter)
         return local_part(parameter.detach()) if own_range is None else own_range[0]
 
-    def free_gathered(self) -> None:
-        """Frees gathered parameters and the memory that they are gathered into, until `allocate_gathered`."""
-        self.settle()
-
-    def allocate_gathered(self) -> None:
-        """Allocates what `free_gathered` has freed."""
-
-    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
-        """Yields what reads this rank's shards to gather them, each with the name of the attribute that holds one."""
-        yield from ()
-
     @abstractmethod
     def receivers(self) -> Sequence[nn.Parameter]:
         """Returns the parameters whose ``grad`` a backward would add to at this moment."""
@@ -248,9 +237,18 @@ class Engine(ABC):
         if self.plan.settings.broadcast_buffers:
             broadcast_buffers(self.gradients.module, self.plan.groups.whole)
 
+    # ---- memory that is released for a while
+
+    @abstractmethod
+    def free_gathered(self) -> None:
+        """Frees gathered parameters and the memory that they are gathered into, until `allocate_gathered`."""
+
     def allocate_gathered(self) -> None:
-        """Allocates the memory that parameters are gathered into, once that of all parameters is back."""
-        self.parameters.allocate_gathered()
+        """Allocates what `free_gathered` has freed, once the memory of all parameters is back, elsewhere."""
+
+    @abstractmethod
+    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
+        """Yields what reads this rank's parameters to gather them, each with the name of its attribute."""
 
     # ---- what guards look at before a step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from .bucket import Bucket
 from .buffer import FlatBuffer
 from .sharded_parameters import ShardedParameters
 from .steps import ReductionSchedule, ShownGradients, shows_main_grad
-from .unit import Unit, build_units
+from .unit import Slot, Unit, build_units
 from .whole_parameters import WholeParameters
 
 
@@ -120,9 +120,25 @@ class FlatEngine(Engine):
         for name, param in params:
             self._names[param], self.places[param] = name, (param.data_ptr(), param.dtype)
 
+    def free_gathered(self) -> None:
+        self.parameters.settle()
+        self.parameters.invalidate()
+        for slot in self._slots():
+            slot.free()
+
     def allocate_gathered(self) -> None:
-        super().allocate_gathered()
+        for slot in self._slots():
+            slot.allocate()
+        for unit in self.units:
+            unit.wait_until_readable()
+        self.parameters.invalidate()
         self._note_moved([(name, parameter) for parameter, name in self._names.items()])
+
+    def _slots(self) -> set[Slot]:
+        return {unit.slot for unit in self.units if unit.slot is not None}
+
+    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
+        return ((bucket, "local_param_shard") for bucket in self.bucket_at.values())
 
     def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
         return self._names

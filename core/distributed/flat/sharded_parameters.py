@@ -23,7 +23,7 @@ from ..model.forward_hooks import SavedWeights, WrapperHook, enclose, in_use_mes
 from ..model.initial_values import InitialValues
 from ..plan import Plan
 from .buffer import FlatBuffer
-from .unit import Slot, Unit, UnitPhase, has_no_memory
+from .unit import Unit, UnitPhase, has_no_memory
 
 
 class ShardedParameters(Parameters):
@@ -132,29 +132,12 @@ class ShardedParameters(Parameters):
             self._note_ranges()
             self.invalidate()
 
-    def free_gathered(self) -> None:
-        self.invalidate()
-        for slot in self._slots():
-            slot.free()
-
-    def allocate_gathered(self) -> None:
-        for slot in self._slots():
-            slot.allocate()
-        for unit in self._units:
-            unit.wait_until_readable()
-        self.invalidate()
-
-    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
-        return ((bucket, "local_param_shard") for unit in self._units for bucket in unit.buckets)
-
-    def _slots(self) -> set[Slot]:
-        return {unit.slot for unit in self._units if unit.slot is not None}
-
     def receivers(self) -> list[nn.Parameter]:
         return list(self._model.parameters())
 
     def held(self) -> dict[Held, list[Tensor]]:
-        gathered = [part for slot in self._slots() for part in slot.parts]
+        slots = {unit.slot for unit in self._units if unit.slot is not None}
+        gathered = [part for slot in slots for part in slot.parts]
         gathered += [part.tensor for unit in self._units for part in unit.parts if part.tensor is not None]
         return {"parameters": [*self._shards, *self._model.buffers()], "gathered parameters": gathered}
 

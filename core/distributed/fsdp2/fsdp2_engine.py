@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
-from ...base.host_memory import LentMemory
 from ...base.memory_categories import Held
 from ...base.module_protocol import ModelContents, set_gradient_rows
 from ...base.parameters import local_part
@@ -58,13 +57,15 @@ class Fsdp2Engine(Engine):
         shard_model(plan)
         torch_state = TorchState(module)
         self.units, self.fsdp_modules = plan.units, torch_state.modules
-        parts, lent_memory = set_collectives(plan)
+        # Gathers and reductions of large units allocate memory that they share, which lives as long as the wrapper,
+        # but for `free_gathered`.
+        parts, self._lent_memory = set_collectives(plan)
         gradients = TorchGradients(plan, module, model, state, torch_state)
         set_gradient_rows(module, plan.settings.lend_gradients)
         if start is not None:
             start.allocate("cpu" if plan.settings.cpu_offload else None)
             start.fill()
-        parameters = TorchParameters(plan, module, torch_state, parts, lent_memory, gradients)
+        parameters = TorchParameters(plan, module, torch_state, parts, gradients)
         gradients.parameters = parameters
         super().__init__(plan, parameters, gradients)
 
@@ -90,6 +91,19 @@ class Fsdp2Engine(Engine):
             self.share_buffers()
             gradients.state.enter(Phase.REDUCED)  # by the backward itself: finalize_model_grads would add nothing
 
+    def free_gathered(self) -> None:
+        self.parameters.settle()
+        self.gradients.torch_state.drop_last_gather()
+        self._lent_memory.free()
+
+    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
+        return ((parameter, "_sharded_param_data") for parameter in self.gradients.torch_state.tensors.parameters)
+
+    def held(self) -> dict[Held, list[Tensor]]:
+        held = super().held()
+        held["gathered parameters"] += self._lent_memory.tensors
+        return held
+
 
 class TorchParameters(Parameters):
     """This rank's shards of all parameters as DTensors, from which torch gathers units.
@@ -99,21 +113,12 @@ class TorchParameters(Parameters):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        module: nn.Module,
-        torch_state: TorchState,
-        parts: list[KeptPart],
-        lent_memory: LentMemory,
-        gradients: Gradients,
+        self, plan: Plan, module: nn.Module, torch_state: TorchState, parts: list[KeptPart], gradients: Gradients
     ) -> None:
         self._plan, self._module, self._torch_state, self._gradients = plan, module, torch_state, gradients
         # What units keep of their parameters after forward, where a part of the ranks keeps them whole. The units'
         # all-gathers fill the parts; `settle` drops them.
         self._parts = parts
-        # Gathers and reductions of large units allocate memory that they share, which lives as long as the wrapper,
-        # but for `free_gathered`.
-        self._lent_memory = lent_memory
         self.order = UnitPrefetch(plan, self.prepare_forward, self._after_method).order
         # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it.
         self.has_allocated = False
@@ -181,14 +186,6 @@ class TorchParameters(Parameters):
         self.settle()
         self.order.end_step()
 
-    def free_gathered(self) -> None:
-        self.settle()
-        self._torch_state.drop_last_gather()
-        self._lent_memory.free()
-
-    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
-        return ((parameter, "_sharded_param_data") for parameter in self._torch_state.tensors.parameters)
-
     def receivers(self) -> list[nn.Parameter]:
         return self._torch_state.tensors.gathered_parameters()
 
@@ -197,7 +194,7 @@ class TorchParameters(Parameters):
         parts = [part.tensor for part in self._parts if part.tensor is not None]
         return {
             "parameters": [*tensors.shard_tensors(), *self._module.buffers()],
-            "gathered parameters": [*tensors.gathered_tensors(), *parts, *self._lent_memory.tensors],
+            "gathered parameters": [*tensors.gathered_tensors(), *parts],
         }
 
 

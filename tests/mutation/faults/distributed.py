@@ -548,13 +548,6 @@ MUTATIONS = (
         (_RELEASED + "::test_bits_come_back_and_bytes_go",),
     ),
     Mutation(
-        "fp32 masters are not released with an optimizer's state",
-        "core.optimizer.optimizer_state.OptimizerState.held",
-        r"p\.is_low_precision",
-        "False",
-        (_RELEASED + "::test_bits_come_back_and_bytes_go",),
-    ),
-    Mutation(
         "what is released may be stepped",
         "core.distributed.step.Step.reject_released",
         r"self\.released and",

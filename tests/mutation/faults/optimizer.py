@@ -272,4 +272,11 @@ MUTATIONS = (
         "update, self._norms_of([copy.add_(weight) for copy, weight in zip(copies, weights)])",
         ("tests/unit/optimizer/test_layer_norms.py::test_norms_are_those_of_the_tensors",),
     ),
+    Mutation(
+        "fp32 masters are not released with an optimizer's state",
+        "core.optimizer.optimizer_state.OptimizerState.held",
+        r"p\.is_low_precision",
+        "False",
+        ("tests/unit/distributed/test_released_memory.py::test_bits_come_back_and_bytes_go",),
+    ),
 )

@@ -33,6 +33,7 @@ from core.distributed import (
 from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimizer
 from core.optimizer.averaged_weights import AveragedWeights
 from core.weights import WeightStream
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
 
 WIDTH = 96
@@ -378,3 +379,27 @@ def _steps_in_bf16(kind: str) -> list[float]:
     for number in range(2):
         _step(model, optimizer, number)
     return [tensor.double().sum().item() for tensor in _whole(model).values()]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", ["replicas", "zero3", "fsdp2"])
+def test_a_gpus_allocator_has_the_memory(kind: str) -> None:
+    with one_rank_on_a_gpu():
+        torch.ones(8, 8, device="cuda", dtype=torch.bfloat16).mm(torch.ones(8, 8, device="cuda", dtype=torch.bfloat16))
+        before = torch.cuda.memory_allocated()  # with the workspace of products
+        model = wrap_model(Model().to("cuda", torch.bfloat16), None, copy.deepcopy(CONFIGS[kind]))
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])
+        x = torch.ones(8, WIDTH, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2):
+            model.zero_grad_buffer()
+            model(x).square().mean().backward()
+            finalize_model_grads([model])
+            optimizer.step()
+        weights, held = _whole(model), torch.cuda.memory_allocated() - before
+        copies = sum(tensor.untyped_storage().nbytes() for tensor in weights.values())
+        model.release()
+        assert torch.cuda.memory_allocated() - before - copies <= 0.02 * held
+        model.restore()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in _whole(model).items())
+        model(x).square().mean().backward()
