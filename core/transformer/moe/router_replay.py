@@ -32,8 +32,10 @@ from ...tensor_parallel.groups import gather_first_dim, group_rank, group_size, 
 from ..sequences import gather_sequence, own_chunks
 from .load_balancing import context_group
 
+__all__ = ["RouterReplay", "RouterReplayAction", "collect", "is_router", "record", "replay"]
+
 Models = nn.Module | Sequence[nn.Module]
-"""A model, in any wrapper; or this rank's pipeline stages, given on all ranks of the pipeline."""
+"""A model in any wrapper, or the list of this rank's pipeline stages, which all ranks of the pipeline give."""
 
 Shape = tuple[int, int] | None
 """Length and batch of what our routers map, whose tokens come position by position. None for other routers, whose
@@ -52,7 +54,7 @@ class RouterReplayAction(Enum):
 
 
 class RouterReplay:
-    """What one router records and replays, `[tokens, k]` in the order in which it sees tokens; see Megatron-LM."""
+    """What one router records and replays, `[tokens, k]` in its own order of tokens, by Megatron-LM's names."""
 
     global_router_replay_instances: ClassVar[list[RouterReplay]] = []
     """Those of all routers that were built with `moe_enable_routing_replay`, in this order."""
@@ -135,16 +137,16 @@ class RouterReplay:
         self.router_replay_action = None
 
     def take(self, scores: Tensor, own: Tensor, shape: Shape, again: bool) -> Tensor | None:
-        """See `settle`, which calls it."""
-        if self.router_replay_action is RouterReplayAction.RECORD and not again:
+        """Returns what a forward replays. `settle` calls it; `again` in a recomputation of torch's checkpoint."""
+        action, indices = self.router_replay_action, self.target_topk_idx
+        if action is RouterReplayAction.RECORD and not again:
             self.record_indices(own)
-        if self.router_replay_action in (None, RouterReplayAction.RECORD):
+        if action in (None, RouterReplayAction.RECORD):
             return None
-        waiting, indices = self.replay_backward_list, self.target_topk_idx
-        if self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
-            indices = waiting.pop(0) if waiting else None
+        if action is RouterReplayAction.REPLAY_BACKWARD:
+            indices = self.replay_backward_list.pop(0) if self.replay_backward_list else None
         if indices is None:
-            raise DataError(f"{self.router_replay_action} found no indices for a router; call set_replay_data first")
+            raise DataError(f"{action} found no indices for a router; call RouterReplay.set_replay_data first")
         return _checked(indices, scores, own, "a router")
 
 
@@ -203,7 +205,7 @@ class _Source:
     def take(self, scores: Tensor, own: Tensor, shape: Shape, again: bool) -> Tensor | None:
         if (self.indices is None and again) or not (self.is_open or again):
             return None
-        mark = scores.detach().sigmoid().sum(dtype=torch.float64)
+        mark = scores.detach().sigmoid().sum(dtype=torch.float64)  # scores may be infinite
         if not again:
             self.marks.append(mark)
             if self.indices is None:
@@ -279,18 +281,18 @@ def replay(model: Models, indices: Tensor | Sequence[Tensor], routers: Predicate
     """
     names, counts = _find(model, routers)
     total, batches = sum(map(sum, counts)), [indices] if isinstance(indices, Tensor) else list(indices)
-    places = list(range(len(names)))
+    own, rows = _own_layers(counts), []
     for number, batch in enumerate(batches):
         if batch.dim() not in (3, 4) or batch.shape[-2] not in (len(names), total):
             raise DataError(
                 f"indices of micro-batch {number} are {list(batch.shape)}, and the model has {total} layers with "
                 f"routers; give [tokens, {total}, k]"
             )
-        if batch.shape[-2] != len(names):
-            places = _own_layers(counts)
-    layers = [[batch.flatten(0, -3)[:, place] for batch in batches] for place in places]
+        layers = batch.flatten(0, -3)
+        rows.append((layers if batch.shape[-2] == len(names) else layers[:, own]).unbind(1))
     sources = {
-        router: _Source(router, name, indices) for (router, name), indices in zip(names.items(), layers, strict=True)
+        router: _Source(router, name, [layers[place] for layers in rows])
+        for place, (router, name) in enumerate(names.items())
     }
     with _context(sources, len(batches)):
         yield

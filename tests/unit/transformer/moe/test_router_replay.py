@@ -196,7 +196,7 @@ def test_a_recomputation_equals_what_is_kept():
     assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
 
 
-def test_probabilities_are_the_routers_own_at_the_replayed_experts():
+def test_probabilities_are_the_routers_own():
     layer, x = layer_of(moe_aux_loss_coeff=0.1), torch.randn(3, 2, 8)
     experts = torch.tensor([[3, 0], [1, 2], [-1, -1], [2, 3], [0, -1], [0, 1]]).view(2, 3, 1, 2)  # [b, s, layers, k]
     logits = (x @ layer.router.weight.t()).flatten(0, 1)  # position by position
@@ -244,7 +244,9 @@ def test_megatrons_names_record_and_replay(instances):
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
     assert torch.equal(loss_of(model, first), expected) and torch.equal(loss_of(model, second), other)
-    with pytest.raises(DataError, match="REPLAY_BACKWARD found no indices for a router; call set_replay_data first"):
+    with pytest.raises(
+        DataError, match=r"REPLAY_BACKWARD found no indices for a router; call RouterReplay.set_replay_data"
+    ):
         loss_of(model, second)
     RouterReplay.clear_global_router_replay_action()
     own = loss_of(model, second)
@@ -319,6 +321,15 @@ _KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 def test_models_of_transformers_replay_their_bits(kind):
     model = _of_transformers(kind).train()
     _replays_in_flight(model, token_batches(3), hf_loss_of)
+
+
+def test_other_routers_have_probabilities_of_what_is_replayed():
+    router, x = _of_transformers("qwen3_moe").model.layers[0].mlp.gate, torch.randn(6, 16)
+    with replay(router, _ROWS):
+        logits, probabilities, experts = router(x)
+    scores = logits.softmax(-1).gather(1, _ROWS[:, 0])
+    assert torch.equal(experts, _ROWS[:, 0])
+    assert torch.equal(probabilities, scores / scores.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("wrapper", ["zero2", "zero3", "fsdp2"])
