@@ -45,6 +45,7 @@ PUBLIC = {
         "shardstack.models.gpt",
         "shardstack.transformer",
         "shardstack.transformer.moe",
+        "shardstack.transformer.moe.router_replay",
         "shardstack.tensor_parallel",
         "shardstack.pipeline_parallel",
     ),

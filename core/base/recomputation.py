@@ -41,12 +41,17 @@ def noted(make: Callable[[], T]) -> T | None:
     What it returns lives as long as the forward's graph, and must not have one of its own. None in a recomputation
     that is not :func:`recompute`'s, such as torch's checkpoint.
     """
-    if _replayed is None and current_backward() != NO_BACKWARD:
+    if is_recomputed_elsewhere():
         return None
     value: T | None = make() if _replayed is None else next(_replayed, None)
     for notes in _recording:
         notes.append(value)
     return value
+
+
+def is_recomputed_elsewhere() -> bool:
+    """Returns whether a recomputation runs that is not :func:`recompute`'s, such as torch's checkpoint."""
+    return _replayed is None and current_backward() != NO_BACKWARD
 
 
 class RecordedForward:

@@ -119,6 +119,10 @@ class MoEConfig(ModelParallelConfig):
     moe_per_layer_logging: bool = False
     """Log the balance of each layer and the load of each expert, in addition to the means over layers."""
 
+    moe_enable_routing_replay: bool = False
+    """List each router in `RouterReplay`, as Megatron-LM does, whose class methods record and replay the experts of
+    all of them. The contexts `record` and `replay` do not need it."""
+
     @property
     def expert_ffn_size(self) -> int:
         """Width inside of an expert."""

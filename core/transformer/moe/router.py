@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, 
 from ..moe_config import MoEConfig
 from ..transformer_config import TransformerConfig
 from . import load_balancing
+from .router_replay import RouterReplay, settle
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _SMALLEST_SUM = 1e-20
@@ -56,6 +58,7 @@ class TopKRouter(ParameterOwner):
         step_sums: sums since the last step, over this rank's tokens, `[experts + 6]` in double: the tokens of each
             expert, before any is dropped, then `SUMS`. The backward of a training forward adds, so that a forward
             that raised leaves nothing; `clear_step` clears it.
+        router_replay: what it records and replays, with `moe_enable_routing_replay`.
         global_counts: counts, on all replicas, of the step's micro-batches whose backward has come, `[experts]` in
             double, with "global_aux_loss". Added to and cleared as `step_sums`. Those of others are in their notes.
     """
@@ -89,6 +92,7 @@ class TopKRouter(ParameterOwner):
         self.register_buffer("step_sums", sums, persistent=False)
         self.register_buffer("global_counts", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.initializers.update({name: nn.init.zeros_ for name, state in self._buffers.items() if state is not None})
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
         initialize_unless_deferred(self, config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +102,8 @@ class TopKRouter(ParameterOwner):
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(self._add_jitter(hidden).to(dtype), self.weight.to(dtype), bias)  # [s, b, experts]
-        probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias, self.choose)
+        choose = partial(self._settle, hidden.shape)
+        probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias, choose)
         if self.training and torch.is_grad_enabled():
             self._note(logits, probs, experts)
         return probs, experts
@@ -128,6 +133,9 @@ class TopKRouter(ParameterOwner):
         self.global_counts.zero_()
         for note in load_balancing.notes_of(self):
             note.counts_in_step = False
+
+    def _settle(self, shape: torch.Size, scores: Tensor, config: MoEConfig) -> Tensor:
+        return settle(self, scores, self.choose(scores, config), (shape[0], shape[1]))
 
     def _add_jitter(self, hidden: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps

@@ -7,6 +7,7 @@ from tests.mutation.suites import STREAMS_OF_LAYERS
 
 _MOE_LAYER = "tests/unit/transformer/moe/test_moe_layer.py"
 _DISPATCH = "tests/unit/transformer/moe/test_dispatch.py"
+_REPLAY = "tests/unit/transformer/moe/test_router_replay.py"
 _BALANCING = "tests/unit/transformer/moe/test_load_balancing.py"
 _EXPERTS_OF_RANKS = "tests/functional/test_experts.py::test_ranks_of_one_model_equal_one_process"
 
@@ -235,6 +236,27 @@ MUTATIONS = (
         r"\[rank\]",
         "[0]",
         ("tests/unit/distributed/test_hugging_face_experts.py::test_each_rank_has_its_experts_of_a_whole_model",),
+    ),
+    Mutation(
+        "routing replay: a recomputation takes what is replayed by then",
+        "core.transformer.moe.router_replay.settle",
+        r"take\(\) if again else noted\(take\)",
+        "take()",
+        (f"{_REPLAY}::test_a_recomputation_equals_what_is_kept",),
+    ),
+    Mutation(
+        "routing replay: torch's checkpoint recomputes with the last micro-batch's experts",
+        "core.transformer.moe.router_replay._Source.take",
+        r"enumerate\(self\.marks\) if torch\.equal\(known, mark\)",
+        "list(enumerate(self.marks))[-1:]",
+        (f"{_REPLAY}::test_torchs_checkpoint_finds_its_forward",),
+    ),
+    Mutation(
+        "routing replay: probabilities are those of the router's own choice",
+        "core.transformer.moe.router_replay._Choice.__torch_function__",
+        r"scores\.gather\(-1, experts\)",
+        "result.values",
+        (f"{_REPLAY}::test_other_routers_have_probabilities_of_what_is_replayed",),
     ),
     # ---- streams
     Mutation(
