@@ -1,4 +1,4 @@
-"""GRPO in one group of ranks, on a CPU or GPUs: a mixture of experts under any wrapper, and a toy server on the first rank.
+"""GRPO in one group of ranks: a mixture of experts under any wrapper, and a toy server on the first rank.
 
     python -m shardstack.training.launch --nproc-per-node 2 examples/post_training/grpo.py [STRATEGY] [ROUNDS]
 
@@ -35,17 +35,15 @@ from shardstack.weights import PatchStream, WeightStream
 
 VOCABULARY, LENGTH, PROMPTS, SAMPLES = 12, 6, 12, 16
 CLIP = 0.2
-WRAPPERS = {
-    "optim_grads_params": FullyShardedDataParallelConfig,
-    "fsdp2": TorchFullyShardedDataParallelConfig,
-}
+WRAPPERS = {"optim_grads_params": FullyShardedDataParallelConfig, "fsdp2": TorchFullyShardedDataParallelConfig}
 
 
 def build() -> GPTModel:
     """Returns the model that the trainer and the server have."""
-    experts = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64)
-    no_dropout = dict(attention_dropout=0.0, hidden_dropout=0.0)
-    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, **experts, **no_dropout)
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=2, attention_dropout=0.0, hidden_dropout=0.0, **experts
+    )
     return GPTModel(config, None, VOCABULARY, LENGTH, parallel_output=False)
 
 
