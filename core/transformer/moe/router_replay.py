@@ -137,7 +137,11 @@ class RouterReplay:
         self.router_replay_action = None
 
     def take(self, scores: Tensor, own: Tensor, shape: Shape, again: bool) -> Tensor | None:
-        """Returns what a forward replays. `settle` calls it; `again` in a recomputation of torch's checkpoint."""
+        """Returns what a forward replays, if anything.
+
+        Args:
+            again: torch's checkpoint recomputes the forward.
+        """
         action, indices = self.router_replay_action, self.target_topk_idx
         if action is RouterReplayAction.RECORD and not again:
             self.record_indices(own)

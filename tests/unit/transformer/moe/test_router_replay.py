@@ -111,8 +111,8 @@ def _in_one_process(training: Training) -> list[torch.Tensor]:
     return [experts.flatten(0, 1) for experts in recorded]
 
 
-def _check_ranks(wrapper: str, training: Training) -> None:
-    collected = run_distributed(_replays_itself, 2, wrapper, training)[0]
+def _check_ranks(wrapper: str, training: Training, ranks: int = 2) -> None:
+    collected = run_distributed(_replays_itself, ranks, wrapper, training)[0]
     expected = _in_one_process(training)
     assert all(torch.equal(*pair) for pair in zip(collected, expected, strict=True))
 
@@ -143,6 +143,22 @@ _PIPELINE = {"pipeline_model_parallel_size": 2}
 )
 def test_ranks_of_one_model_replay_its_bits(groups, fields):
     _check_ranks("ddp", _training(groups=groups, **fields))
+
+
+_SPLIT = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "groups", "fields"),
+    [
+        ("hybrid fsdp2", {}, _FULL),
+        ("ddp", _SPLIT | _PIPELINE | {"virtual_pipeline_model_parallel_size": 2}, _FULL),
+        ("zero3", _SPLIT | {"context_parallel_size": 2}, {}),
+    ],
+    ids=["hybrid", "tp and pp", "tp and cp"],
+)
+def test_four_ranks_replay_their_bits(wrapper, groups, fields):
+    _check_ranks(wrapper, _training(groups=groups, **fields), ranks=4)
 
 
 @pytest.mark.parametrize("recompute", [{}, _FULL, _SELECTIVE], ids=["kept", "full", "selective"])
