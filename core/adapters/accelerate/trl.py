@@ -15,8 +15,8 @@ from ..bridge.translation import check_version
 from .prepared import ShardstackPlugin
 
 _OWN_WAYS = ("_move_model_to_vllm", "_streaming_iter")
-"""Methods of TRL's trainers that walk the parameters themselves: of Online DPO, Nash-MD and XPO, and of the asynchronous
-ones."""
+"""Methods of TRL's trainers that walk the parameters themselves: of Online DPO, Nash-MD and XPO, and of the
+asynchronous ones."""
 
 
 def use_whole_weights(trainer: Any, plugin: ShardstackPlugin) -> None:

@@ -5,7 +5,6 @@ vLLM does not install on a CPU. Its server and its engine are stubs here, which 
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -139,12 +138,11 @@ def test_a_trainer_computes_as_stock_in_one_process(case, strategies, tmp_path):
 
 
 class Server:
-    """A stub of TRL's client of a vLLM server. It has no NCCL group: it keeps what it was told to receive, and what came.
-    Completions are fixed."""
+    """A stub of TRL's client of a vLLM server, without NCCL: keeps what it should receive, and what came. Completions
+    are fixed."""
 
     def __init__(self) -> None:
         self.updates: list[tuple[list[Any], dict[str, torch.Tensor]]] = []
-        self.most_whole = 0
 
     def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
         received = {}
@@ -155,8 +153,8 @@ class Server:
     def reset_prefix_cache(self) -> None: ...
 
     def generate(self, prompts: list[list[int]], n: int, **unused: Any) -> dict[str, Any]:
-        completions = [[5 + (7 * k) % 11, 6 + k, 1] for _ in prompts for k in range(n)]
-        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
+        completions = [[2 + (3 * k) % 5, 3 + k % 4, 1] for _ in prompts for k in range(n)]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": _logprobs(completions)}
 
 
 class Engine:
@@ -178,7 +176,6 @@ class Engine:
 def _vllm(stubs: list[Any]) -> Any:
     """Lets TRL build its `VLLMGeneration` without vLLM."""
     from trl.generation.vllm_generation import VLLMGeneration
-    from trl.trainer import grpo_trainer
 
     def connect(self: Any) -> None:
         stubs.append(Server() if self.mode == "server" else Engine())
@@ -187,11 +184,17 @@ def _vllm(stubs: list[Any]) -> Any:
             self.vllm_client.get_server_info = lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}}
         self.llm, self._llm_weights_sleeping = stubs[-1], False
 
-    with (
-        mock.patch.object(VLLMGeneration, "_init_vllm", connect),
-        mock.patch.object(grpo_trainer, "is_vllm_available", lambda *unused, **more: True),
-    ):
+    with mock.patch.object(VLLMGeneration, "_init_vllm", connect):
         yield
+
+
+def _logprobs(completions: list[list[int]]) -> list[list[list[float]]]:
+    return [[[-1.0] for _ in tokens] for tokens in completions]
+
+
+def _generate(prompts: list[Any], **unused: Any) -> Any:
+    completions = [[2 + (3 * n) % 5, 6, 1] for n in range(len(prompts))]
+    return prompts, completions, _logprobs(completions), None
 
 
 def _model(adapted: bool, dtype: torch.dtype) -> Any:
@@ -222,9 +225,7 @@ def _synced(folder: str, strategies: list[str], mode: str, adapted: bool, dtype:
             generation = trainer.vllm_generation
             use_shardstack(trainer, ShardstackPlugin(strategy))
             if mode == "colocate":  # its sampling is vLLM's alone
-                generation.generate = lambda prompts, images, num, **unused: (
-                    prompts, [[5 + 3 * n, 6, 1] for n in range(len(prompts))], None, None
-                )  # fmt: skip
+                generation.generate = _generate
             trainer.train()
             generation.sync_weights()
             plain, weights = _model(adapted, dtype), _whole(trainer)
@@ -281,7 +282,6 @@ def _refused(trainer: Any, strategy: str = "optim_grads_params") -> str:
 @on_ranks(1)
 def test_what_cannot_be_synced_is_refused_before_training(tmp_path):
     import peft
-    import trl
 
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     tokens = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2])
@@ -298,4 +298,3 @@ def test_what_cannot_be_synced_is_refused_before_training(tmp_path):
         trainer = _grpo(str(tmp_path))
         trainer._move_model_to_vllm, trainer.use_vllm = (lambda: None), True
         assert "GRPOTrainer sends weights to vLLM by _move_model_to_vllm, which takes shards" in _refused(trainer)
-        assert trl.__version__ and os.path.isdir(tmp_path)
