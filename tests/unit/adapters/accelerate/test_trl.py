@@ -56,7 +56,7 @@ def _grpo(folder: str, model: Any = None, **arguments: Any) -> Any:
 
     given = _arguments(folder) | {
         "per_device_train_batch_size": 4 // dist.get_world_size(), "num_generations": 4, "max_completion_length": 5,
-        "gradient_accumulation_steps": 2, "beta": 0.0, "temperature": 1.0, "top_k": 1, "repetition_penalty": 1.3,
+        "gradient_accumulation_steps": 2, "beta": 0.0, "temperature": 1.0,
     }  # fmt: skip
     return trl.GRPOTrainer(
         model=tiny("llama") if model is None else model,
@@ -93,10 +93,17 @@ def _run(trainer: Any, strategy: str | None, **settings: Any) -> tuple[list[tupl
     return steps, whole_weights(trainer), reference and dict(reference.named_parameters())
 
 
+def _by_row(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Takes the place of `torch.multinomial`: each of a group's four completions takes another of the four likeliest
+    tokens, on any number of ranks."""
+    likeliest = probabilities.topk(4).indices
+    return likeliest.gather(1, torch.arange(len(likeliest))[:, None] % 4)
+
+
 def _runs(folder: str, kind: str, strategies: list[str | None], arguments: dict[str, Any]) -> list[Any]:
     found = []
     for strategy in strategies:
-        with fresh_accelerate():
+        with fresh_accelerate(), mock.patch.object(torch, "multinomial", _by_row):
             trainer = {"grpo": _grpo, "dpo": _dpo}[kind](folder, **arguments)
             found.append(_run(trainer, strategy))
     return found
