@@ -61,7 +61,7 @@ def _resumed(folder: Path, optimizer: str) -> tuple[bool, bool, list[str]]:
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", pytest.param("sgd", marks=pytest.mark.long)])
 def test_an_interrupted_run_resumes_to_the_bit(optimizer, tmp_path):
-    tiny("llama", tied=True).save_pretrained(tmp_path / "model")
+    tiny("llama", tied=False).save_pretrained(tmp_path / "model")
     for equal, same_losses, messages in run_distributed(_resumed, 2, tmp_path, optimizer):
         assert equal and same_losses
         assert "is of another model or optimizer; only one side has optimizer.state." in messages[0]
@@ -83,7 +83,7 @@ def _best(folder: Path) -> tuple[bool, str]:
 
 
 def test_the_best_model_is_loaded(tmp_path):
-    tiny("llama", tied=True).save_pretrained(tmp_path / "model")
+    tiny("llama", tied=False).save_pretrained(tmp_path / "model")
     for is_best, name in run_distributed(_best, 2, tmp_path):
         assert is_best and name == "checkpoint-1"
 
@@ -95,11 +95,12 @@ def _refusals(folder: Path) -> list[str]:
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
 
     messages = []
-    for tensor_ranks, plugin in ((1, ShardstackPlugin("fsdp2")), (2, None)):
+    for tensor_ranks, tied, plugin in ((1, False, ShardstackPlugin("fsdp2")), (2, False, None), (1, True, None)):
         with fresh_accelerate():
             config = DistributedConfig(fsdp_size=2)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=config)
             trainer = trainer_of(model, str(folder), None, **ARGUMENTS)
+            model.config.tie_word_embeddings = tied
             config.tp_size = tensor_ranks  # accelerate builds no Trainer for such a model on a CPU
             with pytest.raises(ConfigError) as raised:
                 use_shardstack(trainer, plugin)
@@ -108,9 +109,10 @@ def _refusals(folder: Path) -> list[str]:
 
 
 def test_what_it_cannot_take_is_refused(tmp_path):
-    tiny("llama", tied=True).save_pretrained(tmp_path / "model")
-    for with_plugin, tensor_parallel in run_distributed(_refusals, 2, tmp_path):
+    tiny("llama", tied=False).save_pretrained(tmp_path / "model")
+    for with_plugin, tensor_parallel, tied in run_distributed(_refusals, 2, tmp_path):
         assert "give no ShardstackPlugin, or load it whole" in with_plugin
         assert (
             "was loaded with DistributedConfig(tp_size=2); load it with fsdp_size alone, or whole" in tensor_parallel
         )
+        assert "has tied embeddings and was sharded at load" in tied
