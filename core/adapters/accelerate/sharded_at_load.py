@@ -35,8 +35,8 @@ def reject_other_cuts(trainer: Any) -> None:
     config = trainer.model.config.distributed_config
     if getattr(trainer.model.config, "tie_word_embeddings", False):
         raise ConfigError(
-            "use_shardstack: model of the trainer has tied embeddings and was sharded at load, and its steps were seen to "
-            "use the embedding of an earlier step (transformers 5.24, distributed/fsdp.py); load it whole"
+            "use_shardstack: model of the trainer has tied embeddings and was sharded at load, and its steps were seen "
+            "to use the embedding of an earlier step (transformers 5.24, distributed/fsdp.py); load it whole"
         )
     for name in ("tp_size", "ep_size", "pp_size"):
         if (size := getattr(config, name)) > 1:
