@@ -35,8 +35,8 @@ def reject_other_cuts(trainer: Any) -> None:
     config = trainer.model.config.distributed_config
     if getattr(trainer.model.config, "tie_word_embeddings", False):
         raise ConfigError(
-            "use_shardstack: model of the trainer has tied embeddings and was sharded at load, and its steps were seen "
-            "to use the embedding of an earlier step (transformers 5.24, distributed/fsdp.py); load it whole"
+            "use_shardstack: model of the trainer has tied embeddings and was sharded at load, and its steps were "
+            "seen to differ from those of a whole model (transformers 5.24); load it whole"
         )
     for name in ("tp_size", "ep_size", "pp_size"):
         if (size := getattr(config, name)) > 1:
@@ -49,8 +49,8 @@ def reject_other_cuts(trainer: Any) -> None:
 class ShardedAtLoadTrainer(Trainer):
     """The class that `use_shardstack` gives to a `Trainer` whose model transformers sharded at load, by FSDP2.
 
-    The model stays as it was sharded. Its checkpoints are this library's, with hashes, so that training resumes, on
-    any number of ranks; transformers saves none of the optimizer.
+    The model stays as it was sharded. Its checkpoints are this library's, with hashes, so that training resumes;
+    transformers saves none of the optimizer.
     """
 
     def _state(self, with_optimizer: bool = True) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
