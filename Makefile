@@ -36,7 +36,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
 EXTRAS ?= train,test
 
 # What the tests need: the trainers that core/adapters knows are among it.
-TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,docs,release,test
+TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,trl,docs,release,test
 
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -25,7 +25,7 @@ DOORS = {
     "transformers": [f"{UNIT}distributed/test_hugging_face_experts.py", f"{UNIT}models/gpt/test_hugging_face.py"],
     "accelerate": [f"{ADAPTERS}accelerate"],
     "peft": [f"{UNIT}distributed/test_peft_models.py"],
-    "trl": [f"{ADAPTERS}accelerate/test_sft.py"],
+    "trl": [f"{ADAPTERS}accelerate/test_sft.py", f"{ADAPTERS}accelerate/test_trl.py"],
     "lightning": [f"{ADAPTERS}lightning"],
     "ray": ["tests/functional/test_launchers.py"],
     "torchtitan": [f"{ADAPTERS}test_torchtitan.py"],

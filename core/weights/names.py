@@ -26,6 +26,7 @@ from ..models.gpt.gpt_model import GPTModel
 from ..models.gpt.hf_config import choose_layout
 from ..models.gpt.hugging_face import hf_recipes
 from ..transformer.lora import Adapter, is_adapter
+from .peft_layers import Merge, added_names, merges_of
 
 Names = Literal["hugging_face", "megatron", "module"]
 Adapters = Literal["merge", "only"]
@@ -67,23 +68,19 @@ def outgoing(
         if not sent:
             raise ConfigError("adapters='only' was given for a model without adapters; call add_lora first")
         return sent
-    adapted = dict(update for stage in stages for update in _adapted(stage))
-    adapted = dict(update for of_rank in pipeline_ranks().all_gather(adapted) for update in of_rank.items())
-    # Of stacked experts PEFT adapts single parameters, by updates of another shape.
-    adapted = {name: update for name, update in adapted.items() if name in views and views[name].dim() == 2}
-    if packed := [name for name in adapted if is_packed(views[name])]:
+    updates = dict(update for stage in stages for update in _updates(stage))
+    updates = dict(update for of_rank in pipeline_ranks().all_gather(updates) for update in of_rank.items())
+    merges: dict[str, Merge] = {
+        name: ((name, low_in, low_out), partial(_updated, name, (scale, low_in, low_out)))
+        for name, (scale, low_in, low_out) in updates.items()
+    } | dict(merges_of(stages[0], views))
+    if packed := [name for name in merges if is_packed(views[name])]:
         raise ConfigError(
             f"{packed[0]} holds packed codes, which the update of an adapter cannot be added to; use adapters='only'"
         )
-    known = {name for _, *factors in adapted.values() for name in factors}
-    if unknown := [name for name in views if ".lora_" in name and name not in known]:
-        raise ConfigError(
-            f"{unknown[0]} is not of one plain LoRA adapter that is active, and cannot be merged here; merge it by "
-            "PEFT, or use adapters='only'"
-        )
     return [
-        replace(tensor, sources=(name, *adapted[name][1:]), make=partial(_merged, tensor.make, name, adapted[name]))
-        if (name := tensor.sources[0]) in adapted
+        replace(tensor, sources=merges[name][0], make=partial(_merged, tensor.make, name, merges[name]))
+        if (name := tensor.sources[0]) in merges
         else tensor
         for tensor in foreign_tensors(recipes, views)
     ]
@@ -107,13 +104,13 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
         )
     block, weights = _EXPERTS[kind] if stacks else ("mlp", ())
     gated = isinstance(model, GPTModel) and model.config.gated_linear_unit and names == "megatron"
-    has_lora = any(".lora_" in name for name in views)
-    if names == "hugging_face" and hasattr(model, "get_base_model") and not has_lora:
-        raise ConfigError("of PEFT's adapters only LoRA's go out here; call merge_and_unload, or give the base model")
+    added = added_names(model, views)
+    if names == "hugging_face" and hasattr(model, "get_base_model") and not added:
+        raise ConfigError("of PEFT's adapters only those of layers go out here; give the base model")
     for name, view in views.items():
-        if is_adapter(name) or (has_lora and any(part in name for part in (".lora_", ".original_module."))):
+        if is_adapter(name) or name in added:
             continue
-        in_base = has_lora and names == "hugging_face"
+        in_base = added and names == "hugging_face"
         source = _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer.", ".")) if in_base else name
         source, rows = source.replace(".mlp.", f".{block}."), view.shape[0] if view.dim() else 1
         if gated and ".linear_fc1." in name and view.dim() < 3:
@@ -130,24 +127,23 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
             yield Recipe(name, (Run(source, rows),))
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, _Update]]:
-    """Yields the names of weights that LoRA adapters of ours or of PEFT's change."""
+def _updates(model: nn.Module) -> Iterator[tuple[str, _Update]]:
+    """Yields the names of weights that our own LoRA adapters change."""
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             layer = name.removesuffix(".adapter")
             yield f"{layer}.weight", (module.scale, layer + _LOW_IN, layer + _LOW_OUT)
-        elif hasattr(module, "lora_A") and not (getattr(module, "merged", True) or module.fan_in_fan_out):
-            for kind in module.active_adapters:
-                factors = f"{name}.lora_A.{kind}.weight", f"{name}.lora_B.{kind}.weight"
-                weight = getattr(module, "parameter_name", "weight")
-                yield f"{name}.base_layer.{weight}", (module.scaling[kind], *factors)
+
+
+def _updated(name: str, update: _Update, wholes: Mapping[str, Tensor]) -> Tensor:
+    scale, low_in, low_out = update
+    return torch.add(wholes[name], wholes[low_out] @ wholes[low_in], alpha=scale)
 
 
 def _merged(
-    make: Callable[[Mapping[str, Tensor]], Tensor], name: str, update: _Update, wholes: Mapping[str, Tensor]
+    make: Callable[[Mapping[str, Tensor]], Tensor], name: str, merge: Merge, wholes: Mapping[str, Tensor]
 ) -> Tensor:
-    scale, low_in, low_out = update
-    return make({name: torch.add(wholes[name], wholes[low_out] @ wholes[low_in], alpha=scale)})
+    return make({name: merge[1](wholes)})
 
 
 def _adapters_only(views: Mapping[str, Tensor], recipes: Sequence[Recipe], names: Names) -> Iterator[Outgoing]:

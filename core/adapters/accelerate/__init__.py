@@ -42,7 +42,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
         ConfigError: neither of the two, a setting that has no counterpart here, or a version that is not supported.
         WrapError: a trainer's model that is wrapped already.
     """
-    plugin = ShardstackPlugin() if plugin is None else plugin
+    given, plugin = plugin, ShardstackPlugin() if plugin is None else plugin
     if isinstance(target, Accelerator):
         reject_settings(target)
         mix_in(target, ShardstackAccelerator)
@@ -52,15 +52,40 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     from transformers import Trainer  # accelerate alone needs no transformers
 
     from .trainer import ShardstackTrainer
+    from .trl import use_whole_weights
 
     if not isinstance(target, Trainer):
         raise ConfigError(f"use_shardstack was given a {type(target).__name__}; it takes a Trainer or an Accelerator")
     reject_arguments(target)
+    if target.is_distributed_loading_by_transformers:
+        use_own_checkpoints(target, given)
+        return target
+    use_whole_weights(target, plugin)
     reject_wrapped(target.model_wrapped, (_BaseDataParallel,))
     target.accelerator.free_memory()  # of what was prepared for evaluation, as `train` does first
     use_shardstack(target.accelerator, plugin)
     mix_in(target, ShardstackTrainer)
     return target
+
+
+def use_own_checkpoints(trainer: Any, plugin: ShardstackPlugin | None) -> None:
+    """Makes a trainer, whose model transformers sharded at load, save and load checkpoints of this library's.
+
+    Transformers builds such a trainer with ``save_only_model`` alone, which is switched off.
+
+    Raises:
+        ConfigError: a plugin is given, or the model is cut along other ranks than data parallel ones.
+    """
+    from .sharded_at_load import ShardedAtLoadTrainer, reject_other_cuts
+
+    reject_other_cuts(trainer)
+    if plugin is not None:
+        raise ConfigError(
+            "use_shardstack: the model was sharded at load, by DistributedConfig, and stays so; give no "
+            "ShardstackPlugin, or load it whole"
+        )
+    mix_in(trainer, ShardedAtLoadTrainer)
+    trainer.args.save_only_model = False
 
 
 def reject_settings(accelerator: Accelerator) -> None:
@@ -113,7 +138,6 @@ def reject_arguments(trainer: Any) -> None:
         ("auto_find_batch_size", trainer.args.auto_find_batch_size, "it would wrap a model twice; give a batch size"),
         ("optimizer", has_trained, "it has trained already; build a new Trainer"),
         ("n_gpu", trainer.args.n_gpu > 1, "one process has several GPUs; start one for each with torchrun"),
-        ("model", trainer.is_distributed_loading_by_transformers, "it was loaded sharded; load it whole"),
         ("model", trainer.is_model_parallel, "its layers are on several devices; load it without device_map"),
     ):
         if is_set:
