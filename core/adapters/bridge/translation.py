@@ -161,6 +161,7 @@ SUPPORTED = {
     "megatron-core": ("0.16", "0.21", "megatron"),
     "torchtitan": ("0.3", "0.4", "titan"),
     "transformers": ("5.23", "6", "hf"),
+    "verl": ("0.9.1", "0.10", "verl"),
 }
 """The first version that an adapter supports, the first that it does not, and the extra that installs it.
 `pyproject.toml` has the same."""
