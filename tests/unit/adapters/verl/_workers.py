@@ -80,7 +80,7 @@ def verl_environment(local: int | None = None) -> Any:
         yield
 
 
-def engine_config(strategy: str, **fields: Any) -> Any:
+def engine_config(sharding: str, **fields: Any) -> Any:
     _use_cpu()
     from core.adapters.verl import ShardstackEngineConfig
 
@@ -88,7 +88,7 @@ def engine_config(strategy: str, **fields: Any) -> Any:
         "mixed_precision": fp32(), "use_torch_compile": False, "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": 1, "infer_micro_batch_size_per_gpu": 1,
     }  # fmt: skip
-    return ShardstackEngineConfig(sharding_strategy=strategy, **given | fields)
+    return ShardstackEngineConfig(sharding_strategy=sharding, **given | fields)
 
 
 def worker_of(
