@@ -161,10 +161,12 @@ def _critic(path: str) -> None:
             steps = w.train(worker, range(2))
             values = tu.get(worker.infer_batch(w.batch(0, compute_loss=False)), "values").values()
             found[strategy] = (steps, values, w.weights(worker)["score.weight"])
+        # A product with one column is added up in an order that depends on where its memory begins.
+        close = {"rtol": 64 * EPS, "atol": 64 * EPS}
         for steps, values, head in found.values():
-            assert steps == found["no_shard"][0]
-            print([(k, (v[1]-found["no_shard"][1]).abs().max().item(), (v[2]-found["no_shard"][2]).abs().max().item()) for k,v in found.items()])
-            assert torch.equal(values, found["no_shard"][1]) and torch.equal(head, found["no_shard"][2])
+            torch.testing.assert_close(torch.tensor(steps), torch.tensor(found["no_shard"][0]), **close)
+            torch.testing.assert_close(values, found["no_shard"][1], **close)
+            torch.testing.assert_close(head, found["no_shard"][2], **close)
         assert values.shape == w.batch(0)["input_ids"].values().shape and values.std() > 0
 
 
