@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from ...base.errors import CheckpointError, ConfigError
@@ -69,15 +68,10 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
         self.previous_global_step = global_step
         if self.ranks.is_first:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
-        schedule = self.lr_scheduler.state_dict() if self.should_save_extra and self.lr_scheduler else None
-        save_trained(
-            checkpoint_folder(local_path),
-            self.trained,
-            self._tensors(self.should_save_lora_only),
-            with_optimizer=self.should_save_optimizer,
-            with_streams=self.should_save_extra,
-            metadata={"lr_scheduler": schedule, "global_step": global_step},
-        )
+        tensors = saved_tensors(self.trained) if self.should_save_lora_only else self.trained.model_tensors()
+        parts = {"with_optimizer": self.should_save_optimizer, "with_streams": self.should_save_extra}
+        values = {"lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "global_step": global_step}
+        save_trained(checkpoint_folder(local_path), self.trained, tensors, **parts, metadata=values)
         folder = Path(local_path) / _HUGGING_FACE
         self.ranks.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
         if self.should_save_hf_model:
@@ -114,20 +108,13 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
                 raise CheckpointError(
                     f"{folder} was saved without {wanted!r}, which checkpoint.load_contents lists; drop it there"
                 )
-        adapters = self._tensors(only_adapters=True)
-        is_of_adapters = sorted(named_for_checkpoint(adapters, {})) == contents["model_tensors"]
-        load_trained(
-            folder,
-            self.trained,
-            adapters if is_of_adapters else self._tensors(only_adapters=False),
-            with_optimizer=self.should_load_optimizer,
-            with_streams=self.should_load_extra,
-        )
+        tensors = saved_tensors(self.trained)
+        if sorted(named_for_checkpoint(tensors, {})) != contents["model_tensors"]:  # not of adapters alone
+            tensors = self.trained.model_tensors()
+        parts = {"with_optimizer": self.should_load_optimizer, "with_streams": self.should_load_extra}
+        load_trained(folder, self.trained, tensors, **parts)
         if self.should_load_extra and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(contents["lr_scheduler"])
-
-    def _tensors(self, only_adapters: bool) -> dict[str, Tensor]:
-        return saved_tensors(self.trained) if only_adapters else self.trained.model_tensors()
 
 
 def _reject_hdfs(hdfs_path: str | None) -> None:

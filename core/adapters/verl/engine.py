@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from verl.workers.engine.fsdp.transformer_impl import (
     FSDPEngineWithLMHead,
     FSDPEngineWithValueHead,
 )
-from verl.workers.engine.utils import hf_delta_export
 
 from ...base.errors import ConfigError, OptimizerError
 from ...base.module_protocol import unwrap_model
@@ -33,7 +32,6 @@ from .exports import Named, Shards, whole_tensors
 from .settings import BACKEND, ShardstackEngineConfig
 
 _DEVICES = ["cuda", "cpu"]
-_PARTS = ("model", "optimizer", "gradients")
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +52,8 @@ class ShardstackEngine(FSDPEngineWithLMHead):
             )
         check_settings(model_config, "verl model")
         super().__init__(model_config, engine_config, *configs, **named_configs)
-        self._asleep: set[str] = set()  # of `_PARTS`: `to` adds and removes
-        self._is_waking = False  # while a mode is entered, whose call of `to` wakes; the modes set and clear it
+        self._asleep: set[str] = set()  # by the names of `release`: `_move` sets it
+        self._is_waking = False  # while a mode is entered, whose call of `to` wakes: `_entered` sets it
 
     # ---- building
 
@@ -65,8 +63,7 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         self.checkpoint_manager = ShardstackCheckpointManager(
             self.trained, self.lr_scheduler, self.model_config.get_processor(), self.checkpoint_config
         )
-        offloads = self._is_offload_param
-        self.to("cpu", model=offloads, optimizer=self._is_offload_optimizer, grad=offloads)
+        self.to("cpu", self._is_offload_param, self._is_offload_optimizer, self._is_offload_param)
 
     def _build_fsdp_module(self, module: nn.Module) -> _BaseDataParallel:
         if hasattr(module, "v_head"):
@@ -126,13 +123,23 @@ class ShardstackEngine(FSDPEngineWithLMHead):
 
     # ---- sleep
 
-    def train_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
+    def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Trains inside: wakes what is offloaded, and puts it to sleep after."""
-        return _TrainMode(self, **kwargs)
+        return self._entered(EngineTrainModeCtx(self, **kwargs))
 
-    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
+    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Runs forward inside: wakes the model if it is offloaded, and puts it to sleep after."""
-        return _EvalMode(self, **kwargs)
+        return self._entered(EngineEvalModeCtx(self, **kwargs))
+
+    @contextmanager
+    def _entered(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._is_waking = True
+            try:
+                stack.enter_context(mode)
+            finally:
+                self._is_waking = False
+            yield
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Puts parts of the engine to sleep, with ``cpu``, or wakes them, with the device's name or ``device``.
@@ -145,31 +152,25 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         BaseEngine.to(self, device, model, optimizer, grad)
         if device not in (get_device_name(), "device", "cpu"):
             raise ConfigError(f"to was given {device!r}; it takes {get_device_name()!r} or 'cpu'")
-        parts = {part for part, moves in zip(_PARTS, (model, optimizer, grad), strict=True) if moves}
-        if self.engine_config.forward_only:
-            parts &= {"model"}
-        if device != "cpu" or self._is_waking:
-            self._wake(parts)
-        elif parts:
-            self.module.release(*sorted(parts))
-            self._asleep |= parts
+        moves = {"model": model, "optimizer": optimizer, "gradients": grad}
+        parts = {part for part, is_asked in moves.items() if is_asked}
+        parts &= {"model"} if self.engine_config.forward_only else parts
+        self._move(parts, wakes=device != "cpu" or self._is_waking)
 
-    def _wake(self, parts: set[str]) -> None:
+    def _move(self, parts: set[str], *, wakes: bool) -> None:
         if parts:
-            self.module.restore(*sorted(parts))
-        self._asleep -= parts
+            (self.module.restore if wakes else self.module.release)(*sorted(parts))
+        self._asleep = self._asleep - parts if wakes else self._asleep | parts
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """Wakes what is asleep, and puts it to sleep again after."""
-        asleep = set(self._asleep)
-        self._wake(asleep)
+        asleep = self._asleep
+        self._move(asleep, wakes=True)
         try:
             yield
         finally:
-            if asleep:
-                self.module.release(*sorted(asleep))
-            self._asleep |= asleep
+            self._move(asleep, wakes=False)
 
     # ---- checkpoints
 
@@ -197,8 +198,7 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         merges = bool(self._is_lora and self.model_config.lora.get("merge", False))
         configs = getattr(unwrap_model(self.module), "peft_config", None)
         config = None if merges or configs is None else configs["default"].to_dict()
-        options = {"merges": merges, "base_sync_done": base_sync_done}
-        return self._while_awake(lambda: whole_tensors(self.trained, **options)), config
+        return self._while_awake(lambda: whole_tensors(self.trained, merges, base_sync_done)), config
 
     def _while_awake(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         with self._awake():
@@ -223,37 +223,11 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         snapshots = getattr(self, "_delta_shard_snap", None)  # `prime_delta_snapshots` makes it
         if snapshots is None:
             raise ConfigError("deltas were asked for without a base; call prime_delta_snapshots after a full sync")
-
-        def changes() -> Iterator[Any]:
-            shards = Shards(self.module)
-            return hf_delta_export(iter(shards), snapshots, shards.entry)  # type: ignore[no-any-return]
-
-        return self._while_awake(changes), None
+        return self._while_awake(lambda: Shards(self.module).changes(snapshots)), None
 
     def _reject_adapters(self) -> None:
         if hasattr(unwrap_model(self.module), "peft_config"):
             raise ConfigError("shards and deltas were asked for of a model with adapters; sync whole tensors instead")
-
-
-class _Waking:
-    """Says that the call of `to` with which verl enters a mode wakes, on a CPU too."""
-
-    engine: ShardstackEngine
-
-    def __enter__(self) -> None:
-        self.engine._is_waking = True
-        try:
-            super().__enter__()  # type: ignore[misc]
-        finally:
-            self.engine._is_waking = False
-
-
-class _TrainMode(_Waking, EngineTrainModeCtx):
-    pass
-
-
-class _EvalMode(_Waking, EngineEvalModeCtx):
-    pass
 
 
 @EngineRegistry.register("language_model", BACKEND, _DEVICES)

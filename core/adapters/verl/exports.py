@@ -12,6 +12,7 @@ from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.engine.spec import ShardSpec, translate_flat_indices
+from verl.workers.engine.utils import hf_delta_export
 
 from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing.gathering import TensorStream
@@ -23,7 +24,7 @@ from ..bridge.trained import Trained
 Named = Iterator[tuple[str, Tensor]]
 
 
-def whole_tensors(trained: Trained, *, merges: bool, base_sync_done: bool) -> Named:
+def whole_tensors(trained: Trained, merges: bool, base_sync_done: bool) -> Named:
     """Yields what a rollout server loads: whole tensors on every rank, one at a time.
 
     Args:
@@ -82,7 +83,11 @@ class Shards:
         is_first = groups.replicate is None or groups.replicate.rank() == 0
         return ShardSpec(tuple(view.shape), place=start, gather_group=groups.shard, contributes=is_first)
 
-    def entry(self, name: str, spec: ShardSpec, place: Any, indices: Tensor, values: Tensor) -> tuple[Any, ...]:
+    def changes(self, snapshots: dict[str, Tensor]) -> Iterator[Any]:
+        """Yields what changed since the snapshots, which verl's function then renews."""
+        return hf_delta_export(iter(self), snapshots, self._entry)  # type: ignore[no-any-return]
+
+    def _entry(self, name: str, spec: ShardSpec, place: Any, indices: Tensor, values: Tensor) -> tuple[Any, ...]:
         """Returns changed elements in the coordinates of the tensors that go out, as verl's delta engine takes them:
         slots, dtype, how many changed in each, their indices in it, and values."""
         slots = self._slots[name]

@@ -17,7 +17,7 @@ from ..bridge.translation import check_settings
 
 BACKEND = "shardstack"
 """verl's name of the engine, and the ``strategy`` that picks it."""
-_PRECISIONS = {"param_dtype": ("bf16", "fp32"), "reduce_dtype": ("fp32", "bf16"), "buffer_dtype": ("fp32",)}
+_PRECISIONS = {"param_dtype": ("bf16", "fp32"), "reduce_dtype": ("fp32",), "buffer_dtype": ("fp32",)}
 """What verl's ``mixed_precision`` may be here, the default first."""
 
 
@@ -53,7 +53,8 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         if self.router_replay.mode != "disabled":
             raise ConfigError(f"router_replay.mode is {self.router_replay.mode!r}; this engine replays none, drop it")
         check_settings(self, "verl")
-        self.dtype_of("buffer_dtype")
+        for name in _PRECISIONS:
+            self.dtype_of(name)
         self.plugin()
 
     def plugin(self) -> ShardstackPlugin:
@@ -62,20 +63,15 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         Raises:
             ConfigError: as of the class.
         """
-        given = {
-            "reduce_dtype": self.dtype_of("reduce_dtype"), "reshard_after_forward": self.reshard_after_forward
-        }  # fmt: skip
-        if (param_dtype := self.dtype_of("param_dtype")) != torch.float32:
-            given["param_dtype"] = param_dtype
+        given: dict[str, Any] = {"grad_reduce_in_fp32": True}
         if not config_class(self.sharding_strategy, "sharding_strategy")().shards_parameters:
             check_settings(self, "verl replicated")
-            given = {"grad_reduce_in_fp32": self.dtype_of("reduce_dtype") == torch.float32}
-        return ShardstackPlugin(
-            self.sharding_strategy,
-            transformer_cls_names_to_wrap=self.transformer_cls_names_to_wrap,
-            hybrid=self.hybrid,
-            **given | dict(self.settings),
-        )
+        else:
+            given["reshard_after_forward"] = self.reshard_after_forward
+            if (param_dtype := self.dtype_of("param_dtype")) != torch.float32:
+                given["param_dtype"] = param_dtype
+        given |= {"transformer_cls_names_to_wrap": self.transformer_cls_names_to_wrap, "hybrid": self.hybrid}
+        return ShardstackPlugin(self.sharding_strategy, **given | dict(self.settings))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns a dtype of ``mixed_precision``: of computation and gathers, of reductions, or of buffers.
@@ -89,7 +85,6 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         dtype = as_dtype(precision.get(name, _PRECISIONS[name][0]), name)
         if dtype is None or dtype not in map(as_dtype, _PRECISIONS[name]):
             raise ConfigError(
-                f"mixed_precision.{name} is {precision[name]!r}, and this engine takes "
-                f"{' or '.join(_PRECISIONS[name])}; fp16 would need a loss scale"
+                f"mixed_precision.{name} is {precision[name]!r}; this engine takes {' or '.join(_PRECISIONS[name])}"
             )
         return dtype

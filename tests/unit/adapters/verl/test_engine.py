@@ -247,11 +247,8 @@ def _reject(path: str) -> None:
             ({"wrap_policy": {"min_num_params": 7}}, "units are chosen by transformer_cls_names_to_wrap"),
             ({"offload_policy": True}, "settings.cpu_offload"),
             ({"fsdp_size": 2}, "hybrid=True shards within machines"),
-            (
-                {"mixed_precision": {"param_dtype": "fp16"}},
-                "param_dtype is 'fp16', and this engine takes bf16 or fp32",
-            ),
-            ({"mixed_precision": {"buffer_dtype": "bf16"}}, "buffer_dtype is 'bf16', and this engine takes fp32"),
+            ({"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype is 'fp16'; this engine takes bf16 or fp32"),
+            ({"mixed_precision": {"buffer_dtype": "bf16"}}, "buffer_dtype is 'bf16'; this engine takes fp32"),
             ({"mixed_precision": {"params": "bf16"}}, "mixed_precision has 'params'"),
         ):
             with pytest.raises(ConfigError) as caught:
