@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from verl.utils.device import get_device_id, get_device_name
+from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import (
     EngineEvalModeCtx,
@@ -70,7 +71,7 @@ class ShardstackEngine(FSDPEngineWithLMHead):
             raise ConfigError(
                 f"{type(module).__name__} has TRL's value head; give a model with a class for token classification"
             )
-        self._autocast_dtype = self.engine_config.dtype_of("param_dtype")
+        self._autocast_dtype = self.engine_config.compute_dtype
         if self.engine_config.forward_only:
             module.requires_grad_(False)
         device = torch.device(get_device_id())
@@ -81,8 +82,8 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         return self.trained.wrapper
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        trainable = nn.ParameterList(p for p in module.parameters() if p.requires_grad)
-        optimizer: torch.optim.Optimizer = super()._build_optimizer(trainable)
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer: torch.optim.Optimizer = build_optimizer(trainable, self.optimizer_config)
         self.trained.take(optimizer)
         if self.trained.updates is None:
             raise OptimizerError(

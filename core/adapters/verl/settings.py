@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from verl.workers.config import EngineConfig, FSDPEngineConfig
@@ -53,9 +53,7 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         if self.router_replay.mode != "disabled":
             raise ConfigError(f"router_replay.mode is {self.router_replay.mode!r}; this engine replays none, drop it")
         check_settings(self, "verl")
-        for name in _PRECISIONS:
-            self.dtype_of(name)
-        self.plugin()
+        _ = self.compute_dtype, self.plugin()
 
     def plugin(self) -> ShardstackPlugin:
         """Returns what wraps the model.
@@ -68,23 +66,21 @@ class ShardstackEngineConfig(FSDPEngineConfig):
             check_settings(self, "verl replicated")
         else:
             given["reshard_after_forward"] = self.reshard_after_forward
-            if (param_dtype := self.dtype_of("param_dtype")) != torch.float32:
-                given["param_dtype"] = param_dtype
+            given["param_dtype"] = None if self.compute_dtype == torch.float32 else self.compute_dtype
         given |= {"transformer_cls_names_to_wrap": self.transformer_cls_names_to_wrap, "hybrid": self.hybrid}
         return ShardstackPlugin(self.sharding_strategy, **given | dict(self.settings))
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Returns a dtype of ``mixed_precision``: of computation and gathers, of reductions, or of buffers.
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of ``mixed_precision``: what is computed in, and gathered where parameters are sharded.
 
         Raises:
-            ConfigError: an unknown name in it, or a dtype that there is not.
+            ConfigError: a field or dtype of it that this engine does not have.
         """
-        precision = dict(self.mixed_precision or {})
-        if unknown := sorted(precision.keys() - _PRECISIONS.keys()):
-            raise ConfigError(f"mixed_precision has {unknown[0]!r}; {choices(unknown[0], _PRECISIONS)}")
-        dtype = as_dtype(precision.get(name, _PRECISIONS[name][0]), name)
-        if dtype is None or dtype not in map(as_dtype, _PRECISIONS[name]):
-            raise ConfigError(
-                f"mixed_precision.{name} is {precision[name]!r}; this engine takes {' or '.join(_PRECISIONS[name])}"
-            )
-        return dtype
+        precision = {name: allowed[0] for name, allowed in _PRECISIONS.items()} | dict(self.mixed_precision or {})
+        for name, value in precision.items():
+            if name not in _PRECISIONS:
+                raise ConfigError(f"mixed_precision has {name!r}; {choices(name, _PRECISIONS)}")
+            if as_dtype(value, name) not in map(as_dtype, _PRECISIONS[name]):
+                raise ConfigError(f"mixed_precision.{name} is {value!r}; {choices(str(value), _PRECISIONS[name])}")
+        return cast(torch.dtype, as_dtype(precision["param_dtype"]))

@@ -63,8 +63,11 @@ def _reject() -> None:
         ({"fsdp_size": 2}, "hybrid=True shards within machines"),
         ({"qat": QATEngineConfig(enable=True)}, "qat.enable is set"),
         ({"router_replay": EngineRouterReplayConfig(mode="R3")}, "router_replay.mode is 'R3'"),
-        ({"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype is 'fp16'; this engine takes bf16 or fp32"),
-        ({"mixed_precision": {"buffer_dtype": "bf16"}}, "buffer_dtype is 'bf16'; this engine takes fp32"),
+        (
+            {"mixed_precision": {"param_dtype": "fp16"}},
+            "param_dtype is 'fp16'; did you mean 'bf16'? it takes one of bf16, fp32",
+        ),
+        ({"mixed_precision": {"buffer_dtype": "bf16"}}, "buffer_dtype is 'bf16'; "),
         ({"mixed_precision": {"params": "bf16"}}, "mixed_precision has 'params'"),
     )
     for fields, message in cases:
