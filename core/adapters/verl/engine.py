@@ -7,6 +7,7 @@ checkpoints, weights for the rollout, and sleep.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -82,6 +83,8 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         return self.trained.wrapper
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer_config.clip_grad is None:
+            raise ConfigError("optim.clip_grad is None; give a norm, or float('inf') to measure it alone")
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer: torch.optim.Optimizer = build_optimizer(trainable, self.optimizer_config)
         self.trained.take(optimizer)
@@ -110,7 +113,7 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         """
         self.trained.finish_sums()
         norm = float(self.trained.norm.clip(self.optimizer_config.clip_grad))
-        if norm - norm == 0.0:
+        if math.isfinite(norm):
             self.trained.step()
         else:
             logger.warning("the gradient's norm is %s; the update is skipped", norm)

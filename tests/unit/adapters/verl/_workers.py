@@ -7,6 +7,7 @@ Stubs: `_Cpu`, because verl has no platform for a CPU; and for critics the atten
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -186,7 +187,7 @@ def policy_loss(**fields: Any) -> Any:
     return partial(ppo_loss, config=FSDPActorConfig(**given | fields))
 
 
-def train(worker: Any, steps: range, **fields: Any) -> list[tuple[float, float]]:
+def train(worker: Any, steps: Iterable[int], **fields: Any) -> list[tuple[float, float]]:
     """Returns loss and norm of each step. Of a policy all metrics come from every micro-batch."""
     found = []
     for step in steps:

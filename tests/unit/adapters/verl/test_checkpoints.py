@@ -20,7 +20,7 @@ pytestmark = needs("verl")
 WARM = {"optim": {"lr_warmup_steps": 3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}}
 
 
-def _continued(path: str, folder: str) -> None:
+def _continued(path: str, folder: str) -> list[tuple[float, float]]:
     with w.verl_environment():
         worker = w.worker_of(path, "optim_grads_params", **WARM)
         w.train(worker, range(2))
@@ -36,6 +36,7 @@ def _continued(path: str, folder: str) -> None:
             assert all(torch.equal(tensor, weights[name]) for name, tensor in w.weights(other).items())
             rates = [each.engine.lr_scheduler.get_last_lr() for each in (worker, other)]
             assert rates[0] == rates[1] != [w.LR]
+        return steps
 
 
 def _on_one_rank(path: str, folder: str) -> Any:
@@ -47,11 +48,13 @@ def _on_one_rank(path: str, folder: str) -> Any:
 
 def test_a_run_continues_under_other_strategies_and_ranks(tmp_path):
     path = w.save_model(tmp_path / "model")
-    run_distributed(_continued, 2, path, str(tmp_path / "global_step_2"))
+    of_two, _ = run_distributed(_continued, 2, path, str(tmp_path / "global_step_2"))
+    (of_one,) = run_distributed(_on_one_rank, 1, path, str(tmp_path / "global_step_2"))
+    # Sums in another order, of some hundred terms.
+    torch.testing.assert_close(torch.tensor(of_one), torch.tensor(of_two), rtol=256 * 2.0**-23, atol=0.0)
     assert {file.name for file in (tmp_path / "global_step_2" / "huggingface").iterdir()} >= {
         "config.json", "tokenizer.json"
     }  # fmt: skip
-    run_distributed(_on_one_rank, 1, path, str(tmp_path / "global_step_2"))
 
 
 def _contents(path: str, root: str) -> None:

@@ -145,6 +145,22 @@ def test_an_engine_of_forward_alone_infers_the_same(tmp_path):
     run_distributed(_inferred, 2, w.save_model(tmp_path / "model"))
 
 
+def _in_mini_batches(path: str) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    with w.verl_environment():
+        worker, other = w.worker_of(path, "optim_grads"), w.worker_of(path, "optim_grads", optim={"clip_grad": 1e9})
+        data = w.batch(0, mini_batch_size=w.SEQUENCES, epochs=2, dataloader_kwargs={"shuffle": False})
+        metrics = tu.get(worker.train_mini_batch(data), "metrics")
+        assert metrics["loss"] == [loss for loss, _ in w.train(w.worker_of(path, "fsdp2"), [0, 0])]
+        data = w.batch(0, mini_batch_size=2, epochs=1, dataloader_kwargs={"shuffle": False})
+        assert len(tu.get(other.train_mini_batch(data), "metrics")["grad_norm"]) == w.SEQUENCES // 2
+
+
+def test_mini_batches_are_steps(tmp_path):
+    run_distributed(_in_mini_batches, 2, w.save_model(tmp_path / "model"))
+
+
 def _critic(path: str) -> None:
     from functools import partial
 
@@ -241,6 +257,8 @@ def _reject(path: str) -> None:
             w.worker_of(path, "optim", model={"enable_activation_offload": True})
         with pytest.raises(OptimizerError, match="Adafactor is not elementwise"):
             w.worker_of(path, "no_shard", optim={"optimizer": "Adafactor", "override_optimizer_config": None})
+        with pytest.raises(ConfigError, match=r"optim\.clip_grad is None; give a norm"):
+            w.worker_of(path, "optim", optim={"clip_grad": None})
         engine = w.worker_of(path, "optim").engine
         with pytest.raises(ConfigError, match="to was given 'meta'; it takes 'cpu'"):
             engine.to("meta")
