@@ -36,7 +36,11 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
 EXTRAS ?= train,test
 
 # What the tests need: the trainers that core/adapters knows are among it.
-TESTED := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,trl,docs,release,test
+OTHERS := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,trl,docs,release,test
+TESTED := $(OTHERS) $(VENV)/.installed-verl
+
+# verl, and what its workers import that the others lack. Their metadata would have older transformers and packaging.
+VERL   := verl tensordict pyvers hydra-core omegaconf antlr4-python3-runtime codetiming pylatexenc
 
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -48,6 +52,10 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 $(VENV)/.installed-%: pyproject.toml setup.py $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@$(BIN)/python -m compileall -q -j 0 -x '/(ray|transformers/models|tests?)/' $(VENV)/lib > $(VENV)/compiled.log 2>&1 || true
+	@touch $@
+
+$(VENV)/.installed-verl: $(OTHERS)
+	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -c $(VENV)/constraints.txt $(VERL)
 	@touch $@
 
 # With TORCH everything but torch stays as constrained, and setuptools is free: torch 2.11 needs one before 82. The

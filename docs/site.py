@@ -76,6 +76,7 @@ PUBLIC = {
         "shardstack.adapters.lightning",
         "shardstack.adapters.megatron_lm",
         "shardstack.adapters.torchtitan",
+        "shardstack.adapters.verl",
         "shardstack.adapters.nemo",
         "shardstack.adapters.oumi",
         "shardstack.adapters.optimus",

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEED_EXTRAS = tuple(f"core.adapters.{adapter}" for adapter in ("accelerate", "lightning", "megatron_lm", "torchtitan"))
+NEED_EXTRAS = tuple(
+    f"core.adapters.{adapter}" for adapter in ("accelerate", "lightning", "megatron_lm", "torchtitan", "verl")
+)
 """Packages that import an optional dependency at their top, because they subclass what is in it. Each says so itself,
 with the name of the extra."""
 

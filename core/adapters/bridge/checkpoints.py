@@ -2,7 +2,7 @@
 
 Tensors are ``model.<name>`` and ``optimizer.<kind>.<name>``, with fp32 masters in the place of parameters in low
 precision, as in the checkpoints of a pretraining run. Any sharding and number of ranks continues from them, and
-`shardstack.dist_checkpointing.load_weights` reads the weights.
+`shardstack.dist_checkpointing.load_weights` reads the weights. Random streams are ``rng.rank<i>``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError
 from ...base.module_protocol import settle_parameters, unwrap_model
+from ...base.random_streams import packed_rng_state, set_packed_rng_state
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
@@ -31,6 +33,7 @@ def save_trained(
     model: Mapping[str, Tensor],
     *,
     with_optimizer: bool = True,
+    with_streams: bool = False,
     others: Mapping[str, Tensor] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
@@ -38,6 +41,7 @@ def save_trained(
 
     Args:
         model: the tensors of the model to save, by name.
+        with_streams: save each rank's random streams too.
         others: further tensors, and `metadata` further values.
 
     Raises:
@@ -48,6 +52,9 @@ def save_trained(
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
         tensors = named_for_checkpoint(model, trained.updates.state_tensors())
         contents |= {"optimizer": trained.updates.state_scalars()}
+    if with_streams:
+        tensors |= (streams := _own_streams())
+        contents["ranks"], contents["rng_bytes"] = _kind_of(streams)
     save(tensors | dict(others or {}), folder, metadata=contents)
 
 
@@ -57,6 +64,7 @@ def load_trained(
     model: Mapping[str, Tensor],
     *,
     with_optimizer: bool = True,
+    with_streams: bool = False,
     strict: bool = True,
     others: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -64,6 +72,7 @@ def load_trained(
 
     Args:
         model: the tensors of the model to fill, by name.
+        with_streams: continue random streams that were saved, on an equal number of ranks.
         strict: the checkpoint has to hold all of these, and no others of a model.
         others: further tensors to fill.
 
@@ -83,10 +92,24 @@ def load_trained(
     if updates is not None:
         updates.check_state_scalars(metadata["optimizer"])
     present = {name: tensor for name, tensor in own_tensors.items() if name in tensors_there}
-    load(present | dict(others or {}), folder, strict=False, cast=True)
+    streams = _own_streams() if with_streams else {}
+    if streams and (metadata.get("ranks"), metadata.get("rng_bytes")) != _kind_of(streams):
+        streams = {}
+    load(present | streams | dict(others or {}), folder, strict=False, cast=True)
     if updates is not None:
         updates.load_state_scalars(metadata["optimizer"])
+    for state in streams.values():
+        set_packed_rng_state(state)
     trained.wrapper.engine.updated()
+
+
+def _own_streams() -> dict[str, Tensor]:
+    return {f"rng.rank{dist.get_rank()}": packed_rng_state()}
+
+
+def _kind_of(streams: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Returns what has to be equal for streams to continue: the number of ranks, and of a rank's bytes."""
+    return dist.get_world_size(), sum(map(len, streams.values()))
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:

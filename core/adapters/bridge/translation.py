@@ -162,6 +162,7 @@ SUPPORTED = {
     "torchtitan": ("0.3", "0.4", "titan"),
     "transformers": ("5.23", "6", "hf"),
     "trl": ("1.16", "2", "trl"),
+    "verl": ("0.9.1", "0.10", "verl"),
 }
 """The first version that an adapter supports, the first that it does not, and the extra that installs it.
 `pyproject.toml` has the same."""

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from ...base import device
 from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
-from ...base.random_streams import packed_rng_state, set_packed_rng_state
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.index import CheckpointIndex
@@ -231,12 +230,11 @@ def save_folder(
         CheckpointError: on all ranks, if it failed on one.
     """
     others: dict[str, torch.Tensor] = {}
-    metadata: dict[str, Any] = {"lightning": Ranks().on_all(lambda: encode(values, _VALUES, others))}
+    metadata = {"lightning": Ranks().on_all(lambda: encode(values, _VALUES, others))}
     if with_optimizer:
         _check_has_state(trained)
-        streams = others[_own_streams()] = packed_rng_state()
-        metadata |= {"rng_bytes": streams.numel(), "ranks": dist.get_world_size()}
-    save_trained(folder, trained, model, with_optimizer=with_optimizer, others=others, metadata=metadata)
+    both = {"with_optimizer": with_optimizer, "with_streams": with_optimizer}
+    save_trained(folder, trained, model, **both, others=others, metadata=metadata)
 
 
 def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer: bool) -> Any:
@@ -255,19 +253,9 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
     index = Ranks().from_first(lambda: _checked_index(folder, with_optimizer))
     metadata = index.metadata
     values = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in index.tensors.items() if n.startswith(_VALUES)}
-    others, streams = dict(values), packed_rng_state()
-    same_ranks = (metadata.get("ranks"), metadata.get("rng_bytes")) == (dist.get_world_size(), streams.numel())
-    if continues := with_optimizer and same_ranks:
-        others[_own_streams()] = streams
-    model = trained.model_tensors()
-    load_trained(folder, trained, model, strict=strict, with_optimizer=with_optimizer, others=others)
-    if continues:
-        set_packed_rng_state(streams)
+    both = {"with_optimizer": with_optimizer, "with_streams": with_optimizer}
+    load_trained(folder, trained, trained.model_tensors(), strict=strict, **both, others=values)
     return decode(metadata["lightning"], values.__getitem__)
-
-
-def _own_streams() -> str:
-    return f"rng.rank{dist.get_rank()}"
 
 
 def _checked_index(folder: Path, with_optimizer: bool) -> CheckpointIndex:

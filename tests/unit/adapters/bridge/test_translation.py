@@ -40,6 +40,7 @@ def _check(package: str, found: str | None) -> None:
         ("megatron-core", ["0.16.1", "0.20.0rc0"], ["0.15.3", "0.21.0", "0.21.0rc1", "1.0"]),
         ("torchtitan", ["0.3.0"], ["0.2.2", "0.4.0"]),
         ("transformers", ["5.23.0"], ["4.57.1", "5.22.0", "6.0.0rc1"]),
+        ("verl", ["0.9.1"], ["0.9.0", "0.10.0"]),
     ],
 )
 def test_other_versions_are_refused(package: str, supported: list[str], others: list[str]):
