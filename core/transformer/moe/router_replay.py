@@ -20,7 +20,6 @@ from enum import Enum
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -28,7 +27,8 @@ from ... import parallel_state
 from ...base.errors import ConfigError, DataError
 from ...base.module_protocol import unwrap_model
 from ...base.recomputation import is_recomputed_elsewhere, noted
-from ...tensor_parallel.groups import gather_first_dim, group_rank, group_size, rank_slice
+from ...dist_checkpointing.agreement import pipeline_ranks
+from ...tensor_parallel.groups import gather_first_dim, rank_slice
 from ..sequences import gather_sequence, own_chunks
 from .load_balancing import context_group
 
@@ -315,8 +315,8 @@ def collect(recorded: Sequence[Tensor], model: Models, routers: Predicate = is_r
                 by_place = gather_first_dim(by_place, group, what="experts of tokens")[0]
             rows = gather_sequence(by_place, context_group()).transpose(0, 1)
         whole.append(rows.flatten(0, -3))
-    own = counts[group_rank(_stages())]
-    parts = _of_stages([rows.cpu().split(own, 1) for rows in whole])
+    own = counts[pipeline_ranks().rank]
+    parts = pipeline_ranks().all_gather([rows.cpu().split(own, 1) for rows in whole])
     turns = range(len(own))
     return [
         torch.cat([part[number][turn] for turn in turns for part in parts if part], 1)
@@ -324,23 +324,11 @@ def collect(recorded: Sequence[Tensor], model: Models, routers: Predicate = is_r
     ]
 
 
-def _stages() -> dist.ProcessGroup | None:
-    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
-
-
-def _of_stages(value: Any) -> list[Any]:
-    """Returns what each rank of the pipeline has."""
-    values = [value] * group_size(_stages())
-    if len(values) > 1:
-        dist.all_gather_object(values, value, group=_stages())
-    return values
-
-
 def _find(model: Models, is_router: Predicate) -> tuple[dict[nn.Module, str], list[list[int]]]:
     """Returns this rank's routers with their names, and of each rank of the pipeline how many its stages have."""
     models = [unwrap_model(model)] if isinstance(model, nn.Module) else [unwrap_model(stage) for stage in model]
     found = [{m: name for name, m in stage.named_modules() if is_router(m)} for stage in models]
-    counts = _of_stages([len(names) for names in found])
+    counts = pipeline_ranks().all_gather([len(names) for names in found])
     if not any(map(any, counts)):
         raise ConfigError(
             f"{type(models[0]).__name__} has no routers whose experts could be recorded; name them with routers="
@@ -350,7 +338,7 @@ def _find(model: Models, is_router: Predicate) -> tuple[dict[nn.Module, str], li
 
 def _own_layers(counts: list[list[int]]) -> list[int]:
     """Returns the places of this rank's routers among those of all stages."""
-    start, own = 0, group_rank(_stages())
+    start, own = 0, pipeline_ranks().rank
     places: list[int] = []
     for turn in range(len(counts[0])):
         for rank, stages in enumerate(counts):

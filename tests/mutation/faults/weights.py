@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         "a rank merges the adapters of its own pipeline stages alone",
         "core.weights.names.outgoing",
-        r"pipeline_ranks\(\)\.all_gather\(adapted\)",
-        "[adapted]",
+        r"pipeline_ranks\(\)\.all_gather\(updates\)",
+        "[updates]",
         ("tests/unit/weights/test_stream.py",),
     ),
     Mutation(

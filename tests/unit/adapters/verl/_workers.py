@@ -70,14 +70,18 @@ def fp32() -> dict[str, str]:
 
 @contextmanager
 def verl_environment(local: int | None = None) -> Any:
-    """The variables that Ray's worker group sets.
+    """The variables that Ray's worker group sets. verl finds no TRL, of which it would ask for a class of before 1.0.
 
     Args:
         local: ranks of a machine; all by default.
     """
     world = os.environ["WORLD_SIZE"]
     values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": str(local or world), "MASTER_PORT": "1"}
-    with mock.patch.dict(os.environ, values | {"MASTER_ADDR": "localhost"}):
+    _use_cpu()
+    from verl.models.transformers import monkey_patch
+
+    no_trl = mock.patch.object(monkey_patch, "is_trl_available", lambda: False)
+    with no_trl, mock.patch.dict(os.environ, values | {"MASTER_ADDR": "localhost"}):
         yield
 
 
