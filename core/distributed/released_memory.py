@@ -44,7 +44,7 @@ PARTS: tuple[Part, ...] = ("model", "optimizer", "gradients")
 
 
 class ReleasedTensor(Tensor):
-    """Stands in the place of a tensor whose memory is released: it has its shape and dtype, and no values.
+    """Takes the place of a tensor whose memory is released: it has its shape and dtype, and no values.
 
     Any operation on it raises. Where a program reaches the tensors of a wrapped model without the wrapper, it finds
     these: local tensors of DTensors, buffers, the state of an optimizer.
@@ -96,11 +96,8 @@ class ReleasedMemory:
         parts = [part for part in _checked(what, "release") if part not in self._stored]
         if engine.plan.settings.nccl_ub:
             raise ConfigError("release() would free memory that nccl_ub has registered with NCCL; set nccl_ub=False")
-        if "gradients" in parts and phase is Phase.ACCUMULATING:
-            raise ShardstackError(
-                "release() was called for gradients in mid-step, after a backward; finish the step first "
-                "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
-            )
+        if "gradients" in parts:
+            self._step.reject_mid_step("release() was called for gradients")
         for optimizer in () if self._step.released else self._optimizers:
             optimizer.finish_step()
         if "model" in parts:
@@ -109,14 +106,14 @@ class ReleasedMemory:
             engine.gradients.free_unused()
         if streams.is_asynchronous(device):
             streams.synchronize()
-        store, stored = _Store(folder), dict[Part, list[_Storage]]()
+        store, stored, known = _Store(folder), dict[Part, list[_Storage]](), set[int]()
+        for part in parts:
+            with without_waiting():
+                own = {one._cdata: one for one in self._storages(part, device) if one._cdata not in known}
+            known |= own.keys()
+            stored[part] = [_Storage(one, store) for one in own.values()]
         try:
-            known = set[int]()
             for part in parts:
-                with without_waiting():
-                    own = {one._cdata: one for one in self._storages(part, device) if one._cdata not in known}
-                known |= own.keys()
-                stored[part] = [_Storage(one, store) for one in own.values()]
                 for one in stored[part] if part != "gradients" or phase is not Phase.ZEROED else ():
                     one.save()
         except (OSError, RuntimeError) as error:  # torch's, where the host has no memory to pin
@@ -139,18 +136,18 @@ class ReleasedMemory:
     def restore(self, what: Iterable[str]) -> None:
         """Brings released parts back. See `_BaseDataParallel.restore`."""
         for part in (part for part in _checked(what, "restore") if part in self._stored):
-            stored = self._stored[part]
+            stored, put_back = self._stored[part], self._put_back[part]
             while stored:  # one at a time: what finds no memory can be restored later
                 stored[-1].restore()
                 stored.pop()
-            for put_back in reversed(self._put_back.pop(part)):
-                put_back()
-            del self._stored[part]
-            self._step.released.discard(part)
+            while put_back:
+                put_back.pop()()
             if part == "model":
                 self._engine.allocate_gathered()
                 for optimizer in self._optimizers:
                     optimizer.note_moved()
+            del self._stored[part], self._put_back[part]
+            self._step.released.discard(part)
 
     def _storages(self, part: Part, device: torch.device) -> Iterator[Any]:
         """Yields the storages of a part on the device that torch can free, those of shared tensors several times."""

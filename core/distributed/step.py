@@ -91,6 +91,21 @@ class Step:
                 "wrapper's restore() first"
             )
 
+    def reject_mid_step(self, use: str) -> None:
+        """Raises if a backward has run whose gradients are not reduced yet.
+
+        Args:
+            use: what is refused, as the beginning of a sentence.
+
+        Raises:
+            ShardstackError: says how a step ends.
+        """
+        if self.phase is Phase.ACCUMULATING:
+            raise ShardstackError(
+                f"{use} in mid-step, after a backward; finish the step first (finalize_model_grads and "
+                "optimizer.step), or call zero_grad_buffer"
+            )
+
     def check(self, call: Call, optimizer: str = "") -> None:
         """Raises unless gradients are what a call needs.
 

@@ -155,9 +155,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         return self._params
 
     def held(self) -> Iterator[Tensor]:
-        """Yields the tensors on this rank that are in memory of their own, not in that of the model."""
-        yield from (value for state in self.state.values() for value in state.values() if isinstance(value, Tensor))
-        yield from (p.main for p in self._params if p.has_master and p.is_low_precision)
+        """Yields this rank's masters, averages and what writes are found by: its memory besides `state`."""
+        yield from (p.main for p in self._params if p.is_low_precision)
         yield from self._written_params.held()
         yield from self.average.held() if self.average is not None else ()
 

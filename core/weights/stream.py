@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..base.dtypes import DTYPES, dtype_name
-from ..base.errors import ConfigError, ShardstackError, WeightsError, check_choices
+from ..base.errors import ConfigError, WeightsError, check_choices
 from ..base.module_protocol import unwrap_model
 from ..base.text import join_parts
 from ..dist_checkpointing.agreement import Ranks, held_parts
 from ..dist_checkpointing.gathering import BUCKET_BYTES, TensorStream, move, owners_of, plan_transfers
 from ..dist_checkpointing.model_state import model_state_dict, stages_state_dict
 from ..distributed import _BaseDataParallel
-from ..distributed.step import Phase
 from .names import Adapters, Names, outgoing
 
 _NUM_LISTED = 5
@@ -115,11 +114,7 @@ class WeightStream(TensorStream):
             CheckpointError: on all ranks: the model has other tensors than before, or shows others.
         """
         for wrapper in (stage for stage in self.wrappers if isinstance(stage, _BaseDataParallel)):
-            if wrapper.step.phase is Phase.ACCUMULATING:
-                raise ShardstackError(
-                    "a stream of weights was started in mid-step, after a backward; finish the step first "
-                    "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
-                )
+            wrapper.step.reject_mid_step("a stream of weights was started")
             wrapper.step.reject_released("a stream of weights", "model")
             wrapper.engine.parameters.settle()
         self.ranks.on_all(self._look_up)

@@ -58,6 +58,8 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
         raise ConfigError(f"use_shardstack was given a {type(target).__name__}; it takes a Trainer or an Accelerator")
     reject_arguments(target)
     if target.is_distributed_loading_by_transformers:
+        from .sharded_at_load import use_own_checkpoints
+
         use_own_checkpoints(target, given)
         return target
     use_whole_weights(target, plugin)
@@ -66,26 +68,6 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     use_shardstack(target.accelerator, plugin)
     mix_in(target, ShardstackTrainer)
     return target
-
-
-def use_own_checkpoints(trainer: Any, plugin: ShardstackPlugin | None) -> None:
-    """Makes a trainer, whose model transformers sharded at load, save and load checkpoints of this library's.
-
-    Transformers builds such a trainer with ``save_only_model`` alone, which is switched off.
-
-    Raises:
-        ConfigError: a plugin is given, or the model is cut along other ranks than data parallel ones.
-    """
-    from .sharded_at_load import ShardedAtLoadTrainer, reject_other_cuts
-
-    reject_other_cuts(trainer)
-    if plugin is not None:
-        raise ConfigError(
-            "use_shardstack: the model was sharded at load, by DistributedConfig, and stays so; give no "
-            "ShardstackPlugin, or load it whole"
-        )
-    mix_in(trainer, ShardedAtLoadTrainer)
-    trainer.args.save_only_model = False
 
 
 def reject_settings(accelerator: Accelerator) -> None:

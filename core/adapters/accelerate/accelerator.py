@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -14,10 +13,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
-from ...base.module_protocol import unwrap_model
 from ...distributed import _BaseDataParallel
 from ...distributed.engine.engine import owner_of
-from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
+from ..bridge.checkpoints import checkpoint_folder, load_trained, save_trained, saved_tensors, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of
 from .prepared import PreparedOptimizer, ShardstackPlugin
 
@@ -213,18 +211,3 @@ class ShardstackAccelerator(Accelerator):
 
 def _as_list(parameters: Iterable[nn.Parameter] | Tensor) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def checkpoint_folder(root: str | os.PathLike[str], index: int = 0) -> Path:
-    """Returns where the checkpoint of a model is in a trainer's folder: ``shardstack``, of further ones with a number
-    after it."""
-    return Path(root) / (f"shardstack_{index}" if index else "shardstack")
-
-
-def saved_tensors(trained: Trained) -> dict[str, Tensor]:
-    """Returns the tensors of a model that its checkpoint holds: of one with adapters (`peft`) not the frozen ones."""
-    model, tensors = unwrap_model(trained.wrapper), trained.model_tensors()
-    if not hasattr(model, "peft_config"):
-        return tensors
-    frozen_names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: tensor for name, tensor in tensors.items() if name not in frozen_names}

@@ -21,29 +21,41 @@ from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER
-from .accelerator import checkpoint_folder
+from ..bridge.checkpoints import checkpoint_folder
+from ..bridge.trained import mix_in
+from .prepared import ShardstackPlugin
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def reject_other_cuts(trainer: Any) -> None:
-    """Raises for a model that transformers cut along anything but data parallel ranks, or that has tied embeddings.
+def use_own_checkpoints(trainer: Any, plugin: ShardstackPlugin | None) -> None:
+    """Makes a trainer, whose model transformers sharded at load, save and load checkpoints of this library's.
+
+    Transformers builds such a trainer with ``save_only_model`` alone, which is switched off.
 
     Raises:
-        ConfigError: names the size.
+        ConfigError: a plugin is given, or the model is cut along other ranks than data parallel ones or has tied
+            embeddings.
     """
-    config = trainer.model.config.distributed_config
-    if getattr(trainer.model.config, "tie_word_embeddings", False):
+    config = trainer.model.config
+    if getattr(config, "tie_word_embeddings", False):
         raise ConfigError(
             "use_shardstack: model of the trainer has tied embeddings and was sharded at load, and its steps were "
             "seen to differ from those of a whole model (transformers 5.24); load it whole"
         )
     for name in ("tp_size", "ep_size", "pp_size"):
-        if (size := getattr(config, name)) > 1:
+        if (size := getattr(config.distributed_config, name)) > 1:
             raise ConfigError(
                 f"use_shardstack: model of the trainer was loaded with DistributedConfig({name}={size}); load it with "
                 "fsdp_size alone, or whole"
             )
+    if plugin is not None:
+        raise ConfigError(
+            "use_shardstack: the model was sharded at load, by DistributedConfig, and stays so; give no "
+            "ShardstackPlugin, or load it whole"
+        )
+    mix_in(trainer, ShardedAtLoadTrainer)
+    trainer.args.save_only_model = False
 
 
 class ShardedAtLoadTrainer(Trainer):

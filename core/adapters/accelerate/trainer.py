@@ -15,9 +15,9 @@ from ...base.errors import CheckpointError
 from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
-from ..bridge.checkpoints import load_trained, load_whole_state_dict, save_trained
+from ..bridge.checkpoints import checkpoint_folder, load_trained, load_whole_state_dict, save_trained, saved_tensors
 from ..bridge.trained import Trained
-from .accelerator import ShardstackAccelerator, checkpoint_folder, saved_tensors
+from .accelerator import ShardstackAccelerator
 
 
 class ShardstackTrainer(Trainer):

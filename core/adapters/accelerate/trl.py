@@ -60,7 +60,7 @@ def stream_of(accelerator: Any, model: nn.Module, receivers: list[int] | None = 
     Raises:
         ConfigError: an adapter of PEFT that cannot be merged.
     """
-    if hasattr(model, "peft_config") and not hasattr(model.base_model, "merge_adapter"):
+    if _is_peft(model) and not hasattr(model.base_model, "merge_adapter"):
         raise ConfigError("use_shardstack: an adapter of PEFT that has nothing to merge; set use_vllm=False")
     wrappers = [other for other in accelerator._models if getattr(other, "module", None) is model]
     return WeightStream(wrappers[-1] if wrappers else model, "module", receivers=receivers)

@@ -7,6 +7,7 @@ precision, as in the checkpoints of a pretraining run. Any sharding and number o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,21 @@ from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
 from ...distributed import _BaseDataParallel
 from .trained import Trained
+
+
+def checkpoint_folder(root: str | os.PathLike[str], index: int = 0) -> Path:
+    """Returns where the checkpoint of a model is in a trainer's folder: ``shardstack``, of further ones with a number
+    after it."""
+    return Path(root) / (f"shardstack_{index}" if index else "shardstack")
+
+
+def saved_tensors(trained: Trained) -> dict[str, Tensor]:
+    """Returns the tensors of a model that its checkpoint holds: of one with adapters (`peft`) not the frozen ones."""
+    model, tensors = unwrap_model(trained.wrapper), trained.model_tensors()
+    if not hasattr(model, "peft_config"):
+        return tensors
+    frozen_names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in tensors.items() if name not in frozen_names}
 
 
 def save_trained(

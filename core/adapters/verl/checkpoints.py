@@ -15,8 +15,7 @@ from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.model_state import named_for_checkpoint
 from ...weights import save_pretrained
-from ..accelerate.accelerator import checkpoint_folder, saved_tensors
-from ..bridge.checkpoints import load_trained, save_trained
+from ..bridge.checkpoints import checkpoint_folder, load_trained, save_trained, saved_tensors
 from ..bridge.trained import Trained
 from ..bridge.translation import check_settings
 

@@ -54,7 +54,6 @@ class ShardstackEngine(FSDPEngineWithLMHead):
             )
         check_settings(model_config, "verl model")
         super().__init__(model_config, engine_config, *configs, **named_configs)
-        self._asleep: set[str] = set()  # by the names of `release`: `_move` sets it
         self._is_waking = False  # while a mode is entered, whose call of `to` wakes: `_entered` sets it
 
     # ---- building
@@ -164,12 +163,11 @@ class ShardstackEngine(FSDPEngineWithLMHead):
     def _move(self, parts: set[str], *, wakes: bool) -> None:
         if parts:
             (self.module.restore if wakes else self.module.release)(*sorted(parts))
-        self._asleep = self._asleep - parts if wakes else self._asleep | parts
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """Wakes what is asleep, and puts it to sleep again after."""
-        asleep = self._asleep
+        asleep = set(self.module.step.released)
         self._move(asleep, wakes=True)
         try:
             yield

@@ -382,9 +382,9 @@ class TorchState:
             module.reshard()
 
     def drop_last_gather(self) -> None:
-        """Drops what torch keeps of its last gather and reduction until the next one."""
+        """Drops what torch keeps of its last gather until the next one."""
         comm_ctx = self._state._comm_ctx
-        # Under other names this frees nothing, which a test counts.
+        # A forward on a GPU leaves it. Under another name this frees nothing, which a test counts.
         if getattr(comm_ctx, "all_gather_state", None) is not None:
             comm_ctx.all_gather_state = None
 

@@ -292,7 +292,7 @@ def replay(model: Models, indices: Tensor | Sequence[Tensor], routers: Predicate
                 f"indices of micro-batch {number} are {list(batch.shape)}, and the model has {total} layers with "
                 f"routers; give [tokens, {total}, k]"
             )
-        layers = batch.flatten(0, -3)
+        layers = batch.flatten(0, -3).cpu()  # checked there in each layer, without waiting for a device
         rows.append((layers if batch.shape[-2] == len(names) else layers[:, own]).unbind(1))
     sources = {
         router: _Source(router, name, [layers[place] for layers in rows])

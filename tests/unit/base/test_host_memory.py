@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from core.base.host_memory import LentMemory, transient_memory, transient_memory_seen_by_profilers
+from core.base.host_memory import (
+    LentMemory,
+    ReusedMemory,
+    shared_bytes,
+    transient_memory,
+    transient_memory_seen_by_profilers,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -83,3 +89,30 @@ def test_small_and_too_large_tensors_have_memory_of_their_own():
         (10,), torch.uint8, torch.device("meta")
     ).is_meta
     assert all(not 0 <= tensor.data_ptr() - lent.data_ptr() < 256 for tensor in others[:3])
+
+
+def test_memory_that_is_dropped_lives_as_long_as_a_loan():
+    memory = LentMemory(256)
+    lent = memory.take((4,), torch.float32, CPU).fill_(1.0)
+    memory.free()
+    assert memory.tensors == [] and lent.sum() == 4
+    again = memory.take((4,), torch.float32, CPU).zero_()  # new memory: the loan keeps its own
+    assert len(memory.tensors) == 1 and lent.sum() == 4 and again.sum() == 0
+
+
+def test_kept_memory_can_be_freed():
+    memory = ReusedMemory(torch.float32, CPU, most_kept={8: 1})
+    memory.give_back(memory.take(8))
+    assert len(memory.kept) == 1
+    memory.free_kept()
+    assert memory.kept == []
+
+
+def test_shared_bytes_leave_a_storage_to_torch():
+    tensor = torch.arange(6, dtype=torch.int16).view(2, 3)
+    shared = shared_bytes(tensor)
+    shared[:2] = 7
+    assert tensor[0, 0] == 7 * 257 and len(shared) == 12 and len(shared_bytes(torch.empty(0))) == 0
+    assert tensor.untyped_storage().resizable()
+    kept = shared_bytes(torch.full((MIB,), 3, dtype=torch.uint8))  # of a tensor that nothing else refers to
+    assert kept.sum() == 3 * MIB

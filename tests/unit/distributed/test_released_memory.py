@@ -100,6 +100,13 @@ def _step(model: _BaseDataParallel, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
+def _evaluate(model: _BaseDataParallel, dtype: torch.dtype) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(2, WIDTH, dtype=dtype))
+    model.train()
+
+
 def _whole(model: _BaseDataParallel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in WeightStream(model)}
 
@@ -133,10 +140,7 @@ def _sleeps(kind: str, dtype: torch.dtype, folder: str) -> dict[str, Any]:
     model.release("gradients", "optimizer", folder=folder)
     model.release("model", "optimizer")
     model.restore("model")
-    model.eval()
-    with torch.no_grad():
-        model(torch.zeros(2, WIDTH, dtype=dtype))  # what is awake works
-    model.train()
+    _evaluate(model, dtype)  # what is awake works
     model.restore("gradients", "optimizer")
     problems = [
         name
@@ -168,10 +172,7 @@ def _never_sleeps(kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dic
     for number in range(4):
         _step(model, optimizer, number)
         if number == 1:
-            model.eval()
-            with torch.no_grad():
-                model(torch.zeros(2, WIDTH, dtype=dtype))
-            model.train()
+            _evaluate(model, dtype)
     with average.swapped():
         averages = _whole(model)
     return _whole(model), averages
@@ -180,11 +181,11 @@ def _never_sleeps(kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_bits_come_back_and_bytes_go(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    weights, averages = run_distributed(_never_sleeps, 2, kind, dtype)[0]
     for rank in run_distributed(_sleeps, 2, kind, dtype, str(tmp_path)):
         assert rank["problems"] == []
         assert rank["share"] <= 0.02 and rank["freed"] > 0
         assert rank["files"] == []  # the file has no name
-        weights, averages = run_distributed(_never_sleeps, 2, kind, dtype)[0]
         for name, tensor in weights.items():
             assert torch.equal(rank["weights"][name], tensor), name
             assert torch.equal(rank["averages"][name], averages[name]), name
@@ -253,9 +254,10 @@ def _is_used_between_steps(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_any_use_of_what_is_released_raises(kind: str) -> None:
+    weights = run_distributed(_is_used_between_steps, 2, kind)[0]
     for said in run_distributed(_uses, 2, kind):
         assert said.pop("gradients") == "[]" and said.pop("gradients that came back") == "the same"
-        assert said.pop("weights") == run_distributed(_is_used_between_steps, 2, kind)[0]
+        assert said.pop("weights") == weights
         for name, message in said.items():
             late = name == "a late backward" and "modified by an inplace operation" in message  # torch's own check
             assert late or "restore() first" in message, (name, message)
@@ -296,38 +298,60 @@ def test_what_cannot_be_released_is_one_line(tmp_path: Path) -> None:
         assert "in mid-step" in said[3] and "nccl_ub" in said[4] and len(said) == 5
 
 
-def _torchs(kind: str) -> tuple[int, str, list[float]]:
+def _torchs(kind: str, releases: bool) -> tuple[int, str, list[float]]:
     """An optimizer of torch over replicas, and one that `shard_optimizer` has taken."""
     model, optimizer = _build(kind, torch.float32, of_torch=kind != "replicas")
     if kind == "replicas":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     _step(model, optimizer, 0)
-    freed, said = model.release("optimizer"), ""
-    try:
-        optimizer.step()
-    except ShardstackError as error:
-        said = str(error)
-    model.restore()
+    freed, said = model.release("optimizer") if releases else 0, ""
+    if releases:
+        try:
+            optimizer.step()
+        except ShardstackError as error:
+            said = str(error)
+        model.restore()
     _step(model, optimizer, 1)
     return freed, said, [tensor.double().sum().item() for tensor in _whole(model).values()]
 
 
 @pytest.mark.parametrize("kind", ["replicas", "zero3", "fsdp2"])
 def test_optimizers_of_torch_are_released(kind: str) -> None:
-    for freed, said, sums in run_distributed(_torchs, 2, kind):
-        trained = sum(p.numel() for p in Model().parameters() if p.requires_grad)
+    _, _, expected = run_distributed(_torchs, 2, kind, False)[0]
+    trained = sum(p.numel() for p in Model().parameters() if p.requires_grad)
+    for freed, said, sums in run_distributed(_torchs, 2, kind, True):
         assert freed >= 2 * 4 * trained // (1 if kind == "replicas" else 2) * 0.97  # shards differ by a row
         assert "restore() first" in said
-        assert sums == pytest.approx(run_distributed(_torchs_awake, 2, kind)[0], abs=0)
+        assert sums == expected
 
 
-def _torchs_awake(kind: str) -> list[float]:
-    model, optimizer = _build(kind, torch.float32, of_torch=kind != "replicas")
-    if kind == "replicas":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(2):
-        _step(model, optimizer, number)
+def _finds_no_memory(kind: str) -> list[float]:
+    """The device's memory is full in the middle of `restore`, which is called again."""
+    model, optimizer = _build(kind, torch.bfloat16)
+    _step(model, optimizer, 0)
+    model.release()
+    for owner, name in ((released_memory._Storage, "restore"), (type(model.engine), "allocate_gathered")):
+        own, calls = getattr(owner, name), []
+
+        def fails_once(self: Any, own: Callable[..., None] = own, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) == 2 or own.__name__ == "allocate_gathered":
+                raise RuntimeError("out of memory")
+            own(self)
+
+        with mock.patch.object(owner, name, fails_once), pytest.raises(RuntimeError, match="out of memory"):
+            model.restore()
+        with pytest.raises(ShardstackError, match=r"restore\(\) first"):
+            optimizer.step()
+    model.restore()
+    _step(model, optimizer, 1)
     return [tensor.double().sum().item() for tensor in _whole(model).values()]
+
+
+@pytest.mark.parametrize("kind", ["replicas", "zero3", "fsdp2"])
+def test_restore_can_be_called_again(kind: str) -> None:
+    expected = run_distributed(_steps_in_bf16, 2, kind)[0]
+    assert run_distributed(_finds_no_memory, 2, kind) == [expected, expected]
 
 
 def _saves_and_sleeps(folder: str) -> tuple[int, int]:
@@ -369,9 +393,9 @@ def _sleeps_in_memory(kind: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
 def test_values_are_kept_in_pinned_memory_of_a_gpu(kind: str) -> None:
+    expected = run_distributed(_steps_in_bf16, 2, kind)[0]
     for sums, freed in run_distributed(_sleeps_in_memory, 2, kind):
-        assert freed > 0
-        assert sums == run_distributed(_steps_in_bf16, 2, kind)[0]
+        assert freed > 0 and sums == expected
 
 
 def _steps_in_bf16(kind: str) -> list[float]:
@@ -403,3 +427,24 @@ def test_a_gpus_allocator_has_the_memory(kind: str) -> None:
         model.restore()
         assert all(torch.equal(tensor, weights[name]) for name, tensor in _whole(model).items())
         model(x).square().mean().backward()
+
+
+def _keeps_its_last_gather() -> tuple[int, int]:
+    """A GPU's rank keeps what a forward has gathered last until the next gather; a CPU's does not, and is given it."""
+    model, _ = _build("fsdp2", torch.float32)
+    _evaluate(model, torch.float32)
+    kept = SimpleNamespace(all_gather_result=SimpleNamespace(all_gather_output=torch.ones(4096)), event=None)
+    model.engine.gradients.torch_state.tensors.groups[0].comm_ctx.all_gather_state = kept
+    of_ranks = []
+    for _ in range(2):
+        gathered = model.engine.held()["gathered parameters"]
+        of_ranks.append(sum(tensor.untyped_storage().nbytes() for tensor in gathered))
+        model.release()
+    model.restore()
+    _evaluate(model, torch.float32)
+    return of_ranks[0], of_ranks[1]
+
+
+def test_the_last_gather_is_freed() -> None:
+    for before, after in run_distributed(_keeps_its_last_gather, 2):
+        assert before >= 4 * 4096 and after == 0
