@@ -124,9 +124,8 @@ without_waiting = torch._C.DisableTorchFunctionSubclass
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
-    """Returns whether the class is `nn.Parameter` itself, or that of a pending one. A parameter of another class may
-    depend on it, and is left alone."""
-    return type(param) in (nn.Parameter, _PendingParameter)
+    """Returns whether the class is `nn.Parameter` itself. A subclass may depend on its class, so it is left alone."""
+    return type(param) is nn.Parameter
 
 
 def make_pending(params: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
@@ -152,7 +151,7 @@ class _PendingParameter(nn.Parameter):
         if func in _aliases() and hasattr(args[0], _VIEW):
             return getattr(args[0], _VIEW)()
         has_address = func is Tensor.data_ptr and hasattr(args[0], _VIEW)
-        if func not in _without_values() and not has_address:
+        if func not in readers_without_values() and not has_address:
             for value in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(value) is _PendingParameter:
                     getattr(value, _WAIT)()
@@ -180,7 +179,7 @@ def _aliases() -> frozenset[Any]:
 
 
 @functools.cache
-def _without_values() -> frozenset[Any]:
+def readers_without_values() -> frozenset[Any]:
     """Returns the functions that do not read values: of metadata such as the shape, of the gradient, and of hooks."""
     names = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_cpu")
     getters = {getattr(Tensor, name).__get__ for name in (*names, "requires_grad", "grad", "grad_fn", "_version")}

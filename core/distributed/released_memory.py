@@ -6,16 +6,16 @@ their storages; `restore` allocates these again and copies the values back. Ever
 before. Gathered parameters, and gradients that are zeroed, are made again in place of copied.
 
 While a part is released nothing may read it: memory that is gone would be read. `Step.reject_released` stops what
-goes through the wrapper and its optimizers, and `ReleasedTensor` what a program reaches by itself.
+goes through the wrapper and its optimizers, and the class of released tensors what a program reaches by itself.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from functools import partial
-from typing import IO, Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache, partial
+from typing import IO, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,7 @@ from ..base.device import current_device
 from ..base.errors import ConfigError, ShardstackError
 from ..base.host_memory import shared_bytes
 from ..base.memory_categories import known_optimizers
-from ..base.parameters import (
-    can_be_pending,
-    end_pending,
-    keep_range,
-    kept_range,
-    local_part,
-    make_pending,
-    without_waiting,
-)
+from ..base.parameters import kept_range, local_part, readers_without_values, without_waiting
 from ..base.text import choices
 from ..comm import streams
 from .engine.engine import Engine
@@ -41,38 +33,32 @@ from .step import Phase, Step
 
 Part = Literal["model", "optimizer", "gradients"]
 PARTS: tuple[Part, ...] = ("model", "optimizer", "gradients")
+_GRADIENTS = ("grad", "main_grad", "main_grad_copy_in_grad_buffer")
 
 
-class ReleasedTensor(Tensor):
-    """Takes the place of a tensor whose memory is released: it has its shape and dtype, and no values.
-
-    Any operation on it raises. Where a program reaches the tensors of a wrapped model without the wrapper, it finds
-    these: local tensors of DTensors, buffers, the state of an optimizer.
-    """
-
-    @staticmethod
-    def __new__(cls, of: Tensor) -> ReleasedTensor:
-        tensor: ReleasedTensor = Tensor._make_wrapper_subclass(
-            cls, of.shape, of.stride(), dtype=of.dtype, device=of.device, storage_size=0
-        )
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _used()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _used()
-
-
-def _used(*unused: Any) -> ShardstackError:
-    return ShardstackError(
+def _raise_used(*unused: Any) -> NoReturn:
+    raise ShardstackError(
         "a tensor of a wrapped model was used while its memory is released; call the wrapper's restore() first"
     )
 
 
-def _raise_used(*unused: Any) -> None:
-    raise _used()
+def _read_released(cls: type[Tensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if func not in readers_without_values():
+        _raise_used()
+    with without_waiting():
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _released(cls: type[Tensor]) -> type[Tensor]:
+    """Returns the class that tensors of a class have while their memory is released: only shapes and types are read.
+
+    A program that reaches tensors of a wrapped model without the wrapper finds these: parameters and their local
+    tensors, buffers, gradients, the state of an optimizer.
+    """
+    refusals = {"__deepcopy__": _raise_used, "__reduce_ex__": _raise_used}
+    members = {"__slots__": (), "__torch_function__": classmethod(_read_released), **refusals}
+    return type(f"Released{cls.__name__}", (cls,), members)
 
 
 class ReleasedMemory:
@@ -164,75 +150,46 @@ class ReleasedMemory:
             for tensors in self._engine.gradients.held().values():
                 yield from tensors
         else:
-            for state in self._states():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield from self._state_tensors()
             for optimizer in self._optimizers:
                 yield from optimizer.held()
 
-    def _states(self) -> Iterator[MutableMapping[str, Any]]:
+    def _state_tensors(self) -> Iterator[Tensor]:
         """Yields what optimizers hold of each parameter: those of `shardstack.optimizer`, and torch's."""
         own, parameters = set(self._optimizers), set(self._module.parameters())
         for optimizer in own.union(known_optimizers()):
             groups = optimizer.param_groups
             if optimizer in own or any(p in parameters for group in groups for p in group["params"]):
-                yield from optimizer.state.values()
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _hide(self, part: Part) -> Iterator[Callable[[], None]]:
-        """Takes what is freed out of a program's sight. Yields what puts it back."""
-        if part == "optimizer":
-            for state in self._states():
-                yield from _replace(state)
-        elif part == "gradients":
-            for parameter in self._module.parameters():
-                for name in ("grad", "main_grad", "main_grad_copy_in_grad_buffer"):
-                    if (gradient := getattr(parameter, name, None)) is not None:
-                        setattr(parameter, name, None)
-                        yield partial(setattr, parameter, name, gradient)
-        else:
+        """Lets what reads the values of a part raise. Yields what puts its tensors back."""
+        if part == "model":
             with torch.no_grad():  # a backward of a forward from before raises, as after a write in place
                 torch.autograd.graph.increment_version(list(self._module.parameters()))
-            yield from self._hide_model()
+            for module in self._module.modules():
+                # Before the wrapper's own hooks, which gather.
+                yield module.register_forward_pre_hook(_raise_used, prepend=True).remove
+        with without_waiting():
+            visible = list(self._visible(part))
+            visible += [tensor._local_tensor for tensor in visible if isinstance(tensor, DTensor)]
+            freed = [one for one in visible if (own := local_part(one)).nbytes > own.untyped_storage().nbytes()]
+        for tensor in freed:
+            yield partial(setattr, tensor, "__class__", type(tensor))
+            tensor.__class__ = _released(type(tensor))
 
-    def _hide_model(self) -> Iterator[Callable[[], None]]:
-        plain = []
-        for owner, name in self._engine.holders_of_shards():
-            yield from _replace(vars(owner), [name])
-        for parameter in self._module.parameters():
-            if (elements := kept_range(parameter)) is not None:
-                keep_range(parameter, (ReleasedTensor(elements[0]), elements[1]))
-                yield partial(keep_range, parameter, elements)
-            if isinstance(parameter, DTensor):
-                local, parameter._local_tensor = parameter._local_tensor, ReleasedTensor(parameter._local_tensor)
-                yield partial(setattr, parameter, "_local_tensor", local)
-            elif can_be_pending(parameter):
-                plain.append(parameter)
-        for module in self._module.modules():
-            # Before the wrapper's own hooks, which gather.
-            yield module.register_forward_pre_hook(_raise_used, prepend=True).remove
-            yield from _replace(module._buffers)
-            others = (name for name, parameter in module._parameters.items() if not _can_raise(parameter))
-            yield from _replace(module._parameters, others)
-        make_pending(plain, _raise_used)
-        yield partial(end_pending, plain)
-
-
-def _can_raise(parameter: Any) -> bool:
-    """Returns whether a parameter itself raises when it is used. One of another class is replaced in its module."""
-    return isinstance(parameter, DTensor) or parameter is None or can_be_pending(parameter)
-
-
-def _replace(items: MutableMapping[str, Any], names: Iterable[str] | None = None) -> Iterator[Callable[[], None]]:
-    """Shows a `ReleasedTensor` in the place of each tensor without memory. Yields what puts it back."""
-    for name in list(items if names is None else names):
-        if _is_freed(value := items[name]):
-            items[name] = ReleasedTensor(value)
-            yield partial(items.__setitem__, name, value)
-
-
-def _is_freed(value: Any) -> bool:
-    with without_waiting():
-        is_tensor = isinstance(value, Tensor) and value.numel() > 0
-        return is_tensor and not local_part(value).untyped_storage().nbytes()
+    def _visible(self, part: Part) -> Iterator[Tensor]:
+        """Yields the tensors of a part that a program may reach."""
+        parameters = list(self._module.parameters())
+        if part == "optimizer":
+            yield from self._state_tensors()
+        elif part == "gradients":
+            gradients = (getattr(parameter, name, None) for parameter in parameters for name in _GRADIENTS)
+            yield from (gradient for gradient in gradients if gradient is not None)
+        else:
+            yield from (*parameters, *self._module.buffers(), *self._engine.readable_shards())
+            yield from (elements[0] for p in parameters if (elements := kept_range(p)) is not None)
 
 
 def _checked(what: Iterable[str], function: str) -> list[Part]:

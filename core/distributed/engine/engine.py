@@ -246,9 +246,9 @@ class Engine(ABC):
     def allocate_gathered(self) -> None:
         """Allocates what `free_gathered` has freed, once the memory of all parameters is back, elsewhere."""
 
-    @abstractmethod
-    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
-        """Yields what reads this rank's parameters to gather them, each with the name of its attribute."""
+    def readable_shards(self) -> list[Tensor]:
+        """Returns tensors of this rank's parameters that others than the engine gather from."""
+        return []
 
     # ---- what guards look at before a step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -136,9 +136,6 @@ class FlatEngine(Engine):
 
     def _slots(self) -> set[Slot]:
         return {unit.slot for unit in self.units if unit.slot is not None}
-
-    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
-        return ((bucket, "local_param_shard") for bucket in self.bucket_at.values())
 
     def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
         return self._names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -96,8 +96,8 @@ class Fsdp2Engine(Engine):
         self.gradients.torch_state.drop_last_gather()
         self._lent_memory.free()
 
-    def holders_of_shards(self) -> Iterator[tuple[Any, str]]:
-        return ((parameter, "_sharded_param_data") for parameter in self.gradients.torch_state.tensors.parameters)
+    def readable_shards(self) -> list[Tensor]:
+        return [parameter._sharded_param_data for parameter in self.gradients.torch_state.tensors.parameters]
 
     def held(self) -> dict[Held, list[Tensor]]:
         held = super().held()
