@@ -188,7 +188,7 @@ class ReleasedMemory:
             gradients = (getattr(parameter, name, None) for parameter in parameters for name in _GRADIENTS)
             yield from (gradient for gradient in gradients if gradient is not None)
         else:
-            yield from (*parameters, *self._module.buffers(), *self._engine.readable_shards())
+            yield from (*parameters, *self._module.buffers(), *self._engine.shards())
             yield from (elements[0] for p in parameters if (elements := kept_range(p)) is not None)
 
 

@@ -246,9 +246,9 @@ class Engine(ABC):
     def allocate_gathered(self) -> None:
         """Allocates what `free_gathered` has freed, once the memory of all parameters is back, elsewhere."""
 
-    def readable_shards(self) -> list[Tensor]:
-        """Returns tensors of this rank's parameters that others than the engine gather from."""
-        return []
+    @abstractmethod
+    def shards(self) -> list[Tensor]:
+        """Returns the tensors of this rank's parameters that hooks of forward and backward gather from."""
 
     # ---- what guards look at before a step
 

@@ -134,6 +134,9 @@ class FlatEngine(Engine):
         self.parameters.invalidate()
         self._note_moved([(name, parameter) for parameter, name in self._names.items()])
 
+    def shards(self) -> list[Tensor]:
+        return [bucket.local_param_shard for bucket in self.bucket_at.values()]
+
     def _slots(self) -> set[Slot]:
         return {unit.slot for unit in self.units if unit.slot is not None}
 

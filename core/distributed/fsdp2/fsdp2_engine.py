@@ -96,7 +96,7 @@ class Fsdp2Engine(Engine):
         self.gradients.torch_state.drop_last_gather()
         self._lent_memory.free()
 
-    def readable_shards(self) -> list[Tensor]:
+    def shards(self) -> list[Tensor]:
         return [parameter._sharded_param_data for parameter in self.gradients.torch_state.tensors.parameters]
 
     def held(self) -> dict[Held, list[Tensor]]:
