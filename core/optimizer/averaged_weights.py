@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, OptimizerError
+from ..base.text import choices
+from .main_params import MainParam
+from .main_ranges import sharing_ranks
 from .optimizer import MegatronOptimizer
+from .optimizer_config import StateDtype
+from .update_rules import read_master
+
+if TYPE_CHECKING:
+    from .low_precision.stored import Stored
+
+_AVERAGE = "average"
 
 
 class AveragedWeights:
@@ -34,23 +45,37 @@ class AveragedWeights:
     Args:
         optimizer: updates the weights; every rank of the model gives its own.
         decay: weight of the old average in an update, in ``[0, 1)``; None averages all updates equally.
+        dtype: how the average is kept: in the dtype of the masters, or ``"bf16"``, ``"dynamic8"`` or ``"linear8"``,
+            rounded stochastically (`OptimizerConfig.exp_avg_dtype`). `swapped` then takes memory for it in fp32.
 
     Raises:
-        ConfigError: a decay outside of its range, or an optimizer that keeps an average already.
+        ConfigError: a decay outside of its range, a dtype that is none of these, or an optimizer that keeps an average
+            already.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, decay: float | None = None) -> None:
+    def __init__(
+        self, optimizer: MegatronOptimizer, decay: float | None = None, *, dtype: StateDtype = "fp32"
+    ) -> None:
         if decay is not None and not 0.0 <= decay < 1.0:
             raise ConfigError(f"decay is {decay}; give a number from 0 to below 1, or None for equal weights")
         if optimizer.average is not None:
             raise ConfigError("the optimizer keeps an average already; build one AveragedWeights for an optimizer")
+        if dtype not in get_args(StateDtype):
+            raise ConfigError(f"dtype is {dtype!r}; {choices(str(dtype), get_args(StateDtype))}")
         self.decay, self._optimizer = decay, optimizer  # fixed
         self.num_averaged = 0
         """Number of updates of the average. The optimizer counts each step that was not skipped.
         `load_state_scalars` sets it."""
-        # The average of each `MainParam.main`, in its dtype and shape, on its device. `note_update` and loads write
-        # them on the current stream; inside of `swapped` they hold the model's weights.
-        self._averages = [p.main.detach().clone() for p in optimizer.main_params]
+        if dtype != "fp32":
+            self._keep_in(dtype)
+        # The averages in fp32, by `MainParam.main`, in its dtype and shape, on its device; the rule's `StoredStates`
+        # have the others. `note_update` and loads write them on the current stream; inside of `swapped` they hold the
+        # model's weights.
+        self._averages = {
+            p.main: read_master(optimizer.rule, p.main).detach().clone()
+            for p in optimizer.main_params
+            if self._column(p) is None
+        }
         # Whether the model holds the average. `swapped` sets and clears it.
         self._is_swapped = False
         optimizer.average = self
@@ -64,9 +89,35 @@ class AveragedWeights:
             is_made: 0-dim, on the device: whether there was an update.
         """
         weight = 1 / (self.num_averaged + 1) if self.decay is None or self.num_averaged == 0 else 1 - self.decay
-        for average, p in zip(self._averages, self._optimizer.main_params, strict=True):
+        for p in self._optimizer.main_params:
+            values, main = self._values(p), read_master(self._optimizer.rule, p.main)
             # As the average itself a weight leaves it as it is, to the bit.
-            average.lerp_(torch.where(is_made.to(average.device), p.main, average), weight)
+            values.lerp_(torch.where(is_made.to(values.device), main, values), weight)
+            if (column := self._column(p)) is not None:
+                column.write_all(values, self.num_averaged)
+        if (stored := self._optimizer.rule.stored) is not None:
+            stored.shared.agree()
+
+    def _keep_in(self, dtype: StateDtype) -> None:
+        from .low_precision.states import StoredStates  # a plug-in, as in `get_megatron_optimizer`
+
+        params, rule = self._optimizer.main_params, self._optimizer.rule
+        if rule.stored is None:
+            rule.stored = StoredStates(params, sharing_ranks(params, self._optimizer.model_groups))
+        for p in params:
+            if (column := rule.stored.add(p.main, _AVERAGE, dtype, moves_slowly=True)) is not None:
+                column.write_all(read_master(rule, p.main), 0)
+        rule.stored.agree_on_blocks()
+        rule.stored.shared.agree()
+
+    def _column(self, p: MainParam) -> Stored | None:
+        stored = self._optimizer.rule.stored
+        return None if stored is None else stored.column(p.main, _AVERAGE)
+
+    def _values(self, p: MainParam) -> Tensor:
+        """Returns an average in the shape of its main tensor: itself, or a copy in fp32."""
+        column = self._column(p)
+        return self._averages[p.main] if column is None else column.read_all().view(p.main.shape)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -82,13 +133,14 @@ class AveragedWeights:
         if self.num_averaged == 0:
             raise OptimizerError("there is no average before the first step; train first")
         self.check_may_step()
-        self._optimizer.exchange_main_tensors(self._averages)
+        values = [self._values(p) for p in self._optimizer.main_params]
+        self._optimizer.exchange_main_tensors(values)
         self._is_swapped = True
         try:
             yield
         finally:
             self._is_swapped = False
-            self._optimizer.exchange_main_tensors(self._averages)
+            self._optimizer.exchange_main_tensors(values)
 
     def check_may_step(self) -> None:
         """Raises while the model holds the average.
@@ -101,10 +153,17 @@ class AveragedWeights:
 
     def held(self) -> list[Tensor]:
         """Returns this rank's part of each average, as it is in memory."""
-        return self._averages
+        columns = [column for p in self._optimizer.main_params if (column := self._column(p)) is not None]
+        stored = [tensor for column in columns for tensor in (column.values, *column.tensors().values())]
+        return [*self._averages.values(), *stored]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Returns the average of each parameter by name, as tensors of the whole model that share this rank's."""
+        """Returns the average of each parameter by name, as tensors of the whole model that share this rank's, or of
+        copies, as `MegatronOptimizer.state_tensors`."""
         self.check_may_step()
-        params = zip(self._optimizer.main_params, self._averages, strict=True)
-        return {f"average.{p.name}": p.whole(average) for p, average in params}
+        tensors, stored = {}, self._optimizer.rule.stored
+        for p in self._optimizer.main_params:
+            average = self._averages.get(p.main, p.main)
+            average = average if stored is None else stored.for_checkpoint(p.main, _AVERAGE, average)
+            tensors[f"{_AVERAGE}.{p.name}"] = p.whole(average)
+        return tensors

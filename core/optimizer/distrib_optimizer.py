@@ -26,7 +26,7 @@ from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 from .clip_grads import GradientStatistics
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
-from .main_ranges import collect_main_params
+from .main_ranges import collect_main_params, sharing_ranks
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides, ParamCondition, build_param_groups
@@ -120,7 +120,7 @@ def get_megatron_optimizer(
         return build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
 
     def choose() -> tuple[list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
-        params = collect_main_params(model_chunks)
+        params = collect_main_params(model_chunks, has_master=config.main_params_dtype == "fp32")
         check_model(config, model_chunks, params)
         reasons = builder.choose(params)
         return params, reasons, builder.groups(reasons, make_groups)
@@ -130,6 +130,11 @@ def get_megatron_optimizer(
     of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
     builder.check({name: reason for of_stage in of_stages for name, reason in of_stage.items()})
     rule = builder.build(groups, reasons, model_groups)
+    if config.keeps_low_precision:
+        from .low_precision.states import StoredStates  # a plug-in: runs in fp32 do not load it
+
+        rule.stored = stored = StoredStates(params, sharing_ranks(params, model_groups))
+        stages.on_all(lambda: stored.add_state(config, rule))
     return assemble(config, model_chunks, params, rule, model_groups)
 
 

@@ -51,7 +51,8 @@ class MainParam:
     """The parameter's name in `owner`."""
 
     has_master: bool = field(default=True, kw_only=True)
-    """False makes `main` a view in low precision too, for callers that only read gradients."""
+    """False makes `main` a view in low precision too: callers read gradients alone, or keep what a master would have
+    elsewhere (`low_precision`)."""
 
     main: Tensor = field(init=False)
     """The tensor to update, in the shape of `local`. Set once. A view shares the parameter's memory, and is valid
@@ -59,7 +60,11 @@ class MainParam:
     is set only during the update of a torch optimizer: `TorchRule.update` sets and clears it."""
 
     is_low_precision: bool = field(init=False)
-    """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master. Fixed."""
+    """Whether the parameter is in fp16 or bf16, so that its update needs more than its own bits. Fixed."""
+
+    rest: Tensor | None = field(default=None, init=False, repr=False)
+    """`[n]`: the 16 bits that a parameter in bf16 lacks of its master. `low_precision` sets it once, where it keeps
+    masters so."""
 
     _address: int = field(init=False)
     """Address of this rank's part of the parameter. `note_storage` sets it, when `main` is created and when a wrapper
@@ -79,6 +84,11 @@ class MainParam:
         self.is_low_precision = local.dtype in LOW_PRECISION
         self.main = local.detach().float() if self.is_low_precision and self.has_master else local.detach()
         self.note_storage()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether `main` is a master in memory of its own."""
+        return self.is_low_precision and self.has_master
 
     def note_storage(self) -> None:
         """Records where the parameter is now."""
@@ -169,7 +179,7 @@ def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
 
 def low_precision_weights(params: Sequence[MainParam]) -> dict[Tensor, Tensor]:
     """Returns this rank's part of each parameter in low precision by its master."""
-    return {p.main: p.local() for p in params if p.is_low_precision}
+    return {p.main: p.local() for p in params if p.is_copied}
 
 
 def refresh_parameters(weights: Mapping[Tensor, Tensor]) -> None:
@@ -180,9 +190,12 @@ def refresh_parameters(weights: Mapping[Tensor, Tensor]) -> None:
 
 def refresh_masters(params: Sequence[MainParam]) -> None:
     """Writes the parameters in low precision into their masters."""
-    low = [p for p in params if p.is_low_precision]
+    low = [p for p in params if p.is_copied]
     if low:
         torch._foreach_copy_([p.main for p in low], [p.local() for p in low])
+    for p in params:
+        if p.rest is not None:
+            p.rest.zero_()
 
 
 class WrittenParams:
@@ -198,7 +211,8 @@ class WrittenParams:
     """
 
     def __init__(self, params: Sequence[MainParam]) -> None:
-        self._params: Final = [p for p in params if p.is_low_precision and p.main.numel()]
+        watched = [p for p in params if p.is_copied or p.rest is not None]
+        self._params: Final = [p for p in watched if p.main.numel()]
         # Sums of each parameter when masters and parameters last agreed, on its device. `note_agreement` sets them
         # without waiting for the device, `find_written` compares them.
         self._sums: list[Tensor] = []
@@ -233,7 +247,9 @@ class WrittenParams:
         if flags is None:
             return
         for p, is_written in zip(self._params, HostRead(flags).wait(), strict=True):
-            if is_written:
+            if is_written and p.rest is not None:
+                p.rest.zero_()
+            elif is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ..base.errors import OptimizerError
+from ..base.errors import OptimizerError, ParallelConfigError
 from ..base.module_protocol import unwrap_model
 from ..base.parameters import elements_of
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import _BaseDataParallel
 from ..distributed.engine.engine import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
-from ..distributed.groups import kind_of
+from ..distributed.groups import kind_of, whole_group
 from ..distributed.plan.parts import ParamPlan
 from ..distributed.step_marks import current_parameter
+from ..process_groups_config import ProcessGroupCollection
 from .main_params import MainParam
 
 
@@ -137,3 +139,28 @@ def find_main_params(
             "before or after wrap_model"
         )
     return found
+
+
+def sharing_ranks(params: Iterable[MainParam], model_groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+    """Returns the smallest group with all ranks that hold parts of the model or replicas of them. None for one rank.
+
+    Raises:
+        ParallelConfigError: no group has the ranks of both tensor and data parallelism.
+    """
+    groups, both = [model_groups.tp], model_groups.tp_dp_cp
+    for p in params:
+        if (wrapper := owner_of(p.param)) is not None:
+            groups.append(wrapper.plan.groups.whole)
+        elif isinstance(p.param, DTensor):
+            groups.append(whole_group(p.param.device_mesh))
+    ranks = {group: set(dist.get_process_group_ranks(group)) for group in (*groups, both) if group is not None}
+    sharing = set().union(*(ranks[group] for group in groups if group is not None))
+    if len(sharing) <= 1:
+        return None
+    fitting = [group for group, members in ranks.items() if sharing <= members]
+    if not fitting:
+        raise ParallelConfigError(
+            f"ranks {sorted(sharing)} share the model by tensor and data parallelism, and no group has all of them; "
+            "initialize shardstack.parallel_state, and let the wrapper take its groups"
+        )
+    return min(fitting, key=dist.get_world_size)

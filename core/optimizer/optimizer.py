@@ -24,7 +24,7 @@ from .main_params import MainParam, WrittenParams, low_precision_weights, refres
 from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .update_rules import SkippableRule
+from .update_rules import SkippableRule, read_master, write_master
 
 if TYPE_CHECKING:
     from .torch_rule import UpdateRule
@@ -313,8 +313,9 @@ class MegatronOptimizer(OptimizerState):
             wrapper.engine.parameters.check_may_write()
             wrapper.engine.parameters.settle()
         for p, other in zip(self._params, others, strict=True):
-            before = p.main.clone()
-            p.main.copy_(other)
+            values = read_master(self.rule, p.main)
+            before = values.clone()
+            write_master(self.rule, p.main, values.copy_(other), 0)
             other.copy_(before)
         self._publish_parameters()
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from ..base.errors import ConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
 
 OPTIMIZERS = ("adam", "sgd", "muon")
+
+StateDtype = Literal["fp32", "bf16", "dynamic8", "linear8"]
+MainDtype = Literal["fp32", "bf16", "bf16_with_rest"]
 
 Preset = Literal["moonlight", "keller-jordan", "megatron", "torch"]
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
@@ -117,6 +122,19 @@ class OptimizerConfig:
     """Who keeps the momentum of a matrix: the ranks that keep its elements, each its part, or the rank that updates
     it, which saves memory where parameters are replicated."""
 
+    exp_avg_dtype: StateDtype = "fp32"
+    """How first moments and momenta are kept: ``"bf16"``, rounded stochastically, or 8 bits in blocks of 256 elements,
+    ``"dynamic8"`` or ``"linear8"`` (see `shardstack.optimizer.low_precision.formats`). Arithmetic is in fp32, and the
+    same bits on any cut. Tensors of less than 4096 elements stay in fp32 where others have 8 bits."""
+
+    exp_avg_sq_dtype: StateDtype = "fp32"
+    """How second moments are kept."""
+
+    main_params_dtype: MainDtype = "fp32"
+    """What an update of parameters in bf16 writes to: a master copy in ``"fp32"``; ``"bf16_with_rest"``, the parameter
+    and the 16 bits that it lacks, which is as exact and takes 2 bytes less; or ``"bf16"``, the parameter alone,
+    rounded stochastically, which takes 4 bytes less."""
+
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient. 0 turns clipping off. The norm is measured and returned either way."""
 
@@ -150,6 +168,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, optimizer=OPTIMIZERS)
+        self._name_dtypes()
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)
@@ -171,6 +190,19 @@ class OptimizerConfig:
                 "lower the one or raise the other"
             )
 
+    def _name_dtypes(self) -> None:
+        """Takes torch's dtypes, as Megatron-LM's config does, for the names here."""
+        for field in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
+            names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+            setattr(self, field, names.get(getattr(self, field), getattr(self, field)))
+        moments = get_args(StateDtype)
+        check_choices(self, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_params_dtype=get_args(MainDtype))
+
+    @property
+    def keeps_low_precision(self) -> bool:
+        """Whether moments or masters are kept in fewer than 32 bits."""
+        return {self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_params_dtype} != {"fp32"}
+
     def _check_muon(self) -> None:
         check_choices(self, True, muon_preset=get_args(Preset), muon_coefficient_type=get_args(CoefficientType))
         check_choices(self, True, muon_scale_mode=get_args(ScaleMode), muon_fp32_matmul_prec=get_args(Precision))
@@ -181,6 +213,11 @@ class OptimizerConfig:
             raise ConfigError(
                 "muon_tp_mode is blockwise, which changes the update with the tensor-parallel size; set duplicated, "
                 "as matrices are updated whole"
+            )
+        if self.muon_momentum_holder == "owners" and self.exp_avg_dtype != "fp32":
+            raise ConfigError(
+                f"exp_avg_dtype is {self.exp_avg_dtype} with muon_momentum_holder owners, whose momenta are whole "
+                "matrices in fp32; set muon_momentum_holder to shards"
             )
         if self.muon_split_qkv_per_head and not self.muon_split_qkv:
             raise ConfigError("muon_split_qkv_per_head splits fused projections, and muon_split_qkv is off; drop one")

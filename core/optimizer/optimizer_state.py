@@ -21,7 +21,7 @@ from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .param_groups import groups_to_json, load_groups, saved_settings
-from .update_rules import Numbers
+from .update_rules import MASTER, Numbers
 
 if TYPE_CHECKING:
     from .torch_rule import UpdateRule
@@ -156,7 +156,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
 
     def held(self) -> Iterator[Tensor]:
         """Yields this rank's masters, averages and what writes are found by: its memory besides `state`."""
-        yield from (p.main for p in self._params if p.is_low_precision)
+        yield from (p.main for p in self._params if p.is_copied)
         yield from self._written_params.held()
         yield from self.average.held() if self.average is not None else ()
 
@@ -189,7 +189,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
 
         All ranks call it. Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, ``master`` and
         ``average``. Each is a tensor of the whole model (`shardstack.dist_checkpointing`'s `global_view` or
-        `flat_range_view`) and shares this rank's storage: load into it, then call :meth:`load_state_scalars`. Masters
+        `flat_range_view`) and shares this rank's storage: load into it, then call :meth:`load_state_scalars`. What is
+        kept in fewer bits is copied to fp32 on the host: exactly, and any precision can continue from it. Masters
         include values that other code has written to parameters in low precision since the last step, because a
         checkpoint stores the master in place of the parameter.
         """
@@ -200,7 +201,9 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         for p in self._params:
             tensors |= {f"{kind}.{p.name}": p.whole(state) for kind, state in self.rule.state_of(p.main).items()}
             if p.is_low_precision:
-                tensors[f"master.{p.name}"] = p.whole(p.main)
+                stored = self.rule.stored
+                master = p.main if stored is None else stored.for_checkpoint(p.main, MASTER, p.main)
+                tensors[f"{MASTER}.{p.name}"] = p.whole(master)
         tensors |= self.average.state_tensors() if self.average is not None else {}
         when_loaded(tensors.values(), self._note_loaded)
         return tensors
@@ -286,6 +289,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         if self.average is not None:
             self.average.num_averaged = scalars["num_averaged"]
+        if self._is_half_loaded and self.rule.stored is not None:
+            self.rule.stored.take_copies()
         self._is_half_loaded = False
         self._publish_parameters()
 

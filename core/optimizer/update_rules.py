@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from .adamw_in_one_pass import update_in_one_pass
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides
+
+if TYPE_CHECKING:
+    from .low_precision.states import StoredStates
+    from .torch_rule import TorchRule
 
 Columns = list[list[Tensor]]
 """Parameters, their gradients, and one list for each kind of state."""
@@ -60,6 +64,9 @@ class SkippableRule(torch.optim.Optimizer):
 
     state_names: tuple[str, ...] = ()
     """Names of the state tensors of each parameter."""
+
+    stored: StoredStates | None = None
+    """What is kept in fewer than 32 bits. The optimizer's builder sets it once. None if nothing is."""
 
     table: str = ""
     """What updates each parameter, as text for a log. Empty if all have one rule."""
@@ -98,9 +105,16 @@ class SkippableRule(torch.optim.Optimizer):
         self._gradients, self._weights = gradients, weights
         try:
             self.step()
+            if self.stored is not None:
+                self.stored.shared.agree()
         finally:
             self.found_inf = self.factor = self._gradients = None
             self._weights = {}
+
+    def move_to(self, device: torch.device) -> None:
+        """Brings `found_inf` and `factor` to a device: parameters that are offloaded are on another one."""
+        self.found_inf = None if self.found_inf is None else self.found_inf.to(device)
+        self.factor = None if self.factor is None else self.factor.to(device)
 
     def gradient_of(self, param: Tensor) -> Tensor | None:
         """Returns a parameter's gradient as it came, before it is multiplied."""
@@ -134,7 +148,20 @@ class SkippableRule(torch.optim.Optimizer):
         """Returns the state tensors of a parameter by name, created as zeros where they are absent."""
         names = self.state_names_of(main)
         state = ensure_state(self, main, names)
-        return {name: state[name] for name in names}
+        of_kind = {name: state[name] for name in names}
+        return (
+            of_kind if self.stored is None else {n: self.stored.for_checkpoint(main, n, t) for n, t in of_kind.items()}
+        )
+
+    def read(self, main: Tensor, kind: str) -> Tensor:
+        """Returns a tensor of a parameter's state, to be changed in fp32 and given to `write`."""
+        copy = None if self.stored is None else self.stored.read(main, kind)
+        return ensure_state(self, main, (kind,))[kind] if copy is None else copy
+
+    def write(self, main: Tensor, kind: str, values: Tensor) -> None:
+        """Stores what `read` returned, if that is not the memory of the state itself."""
+        if self.stored is not None:
+            self.stored.write(main, kind, values, self.state[main]["step"])
 
     def numbers_of(self, main: Tensor) -> Numbers:
         """Returns the count of a parameter's steps."""
@@ -261,12 +288,33 @@ class RuleBuilder:
         return AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)
 
 
+MASTER = "master"
+"""Kind of what an update writes to in `StoredStates`: parameters themselves, where these have no fp32 master."""
+
+
+def read_master(rule: SkippableRule | TorchRule, main: Tensor) -> Tensor:
+    """Returns the fp32 values of a main tensor, to be changed and given to `write_master`."""
+    copy = None if rule.stored is None else rule.stored.read(main, MASTER)
+    return main if copy is None else copy
+
+
+def write_master(rule: SkippableRule | TorchRule, main: Tensor, values: Tensor, step: int) -> None:
+    """Stores what `read_master` returned, if that is not the main tensor itself.
+
+    Args:
+        step: the random bits of its rounding are those of this step.
+    """
+    if rule.stored is not None:
+        rule.stored.write(main, MASTER, values, step)
+
+
 def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
     """Returns the state of `param`, created as zeros where it is absent, as its first step would."""
     state: dict[str, Any] = rule.state[param]
     for name in names:
         if name not in state:
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return state
 
 
@@ -301,6 +349,8 @@ def _update(
         in_one_pass: updates rows of parameter, gradient, states, and weight where there is one; returns those that it
             leaves to `kernel`.
     """
+    if rule.stored is not None:
+        pairs = rule.stored.update(kernel, rule, pairs, names)
     batches: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}
     for p, grad in pairs:
         state, weight = ensure_state(rule, p, names), rule._weights.pop(p, None)
@@ -309,9 +359,7 @@ def _update(
     for (device, dtype, has_weights), all_rows in batches.items():
         if not (rows := in_one_pass(all_rows)):
             continue
-        # Offloaded parameters are on another device: once, rather than for each chunk.
-        rule.found_inf = None if rule.found_inf is None else rule.found_inf.to(device)
-        rule.factor = None if rule.factor is None else rule.factor.to(device)
+        rule.move_to(device)  # once, rather than for each chunk
         needs_no_copy = rule.factor is None and {row[1].dtype for row in rows} == {dtype}
         elements = GPU_CHUNK_ELEMENTS if is_on_gpu(rows[0][0]) else CHUNK_ELEMENTS
         for chunk in [rows] if needs_no_copy and not has_weights else _chunks(rows, elements):

@@ -8,23 +8,20 @@ tensor is cut (`update_rules.in_whole_vectors`), and a product is always that of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ...base.device import current_device
-from ...base.errors import ParallelConfigError, warn_once
+from ...base.errors import warn_once
 from ...comm.lane import known_on_host
-from ...distributed.engine.engine import owner_of
-from ...distributed.groups import whole_group
 from ...process_groups_config import ProcessGroupCollection
 from .. import update_rules as rules
 from ..main_params import MainParam
+from ..main_ranges import sharing_ranks
 from ..muon_recipe import MuonRecipe, recipe_of
 from ..optimizer_config import OptimizerConfig
 from .matrices import describe_matrices, matrices_of, orthogonalize_all
@@ -72,7 +69,7 @@ class Muon(rules.SkippableRule):
         super().__init__(
             groups, {"lr": config.lr, "weight_decay": config.weight_decay, "betas": betas, "eps": config.adam_eps}
         )
-        ours, group = [p for p in reasons if not reasons[p]], _sharing_ranks(reasons, model_groups)
+        ours, group = [p for p in reasons if not reasons[p]], sharing_ranks(reasons, model_groups)
         self.recipe = recipe = recipe_of(config)
         # All fixed: the parameters that Muon updates, their matrices, and the dtypes of momentum and of what
         # `orthogonalize` returns.
@@ -115,8 +112,11 @@ class Muon(rules.SkippableRule):
             by_count = rules.count_steps(self, group["params"])
             if group["optimizer"] == "lion" and skips != 1.0:
                 params = [p for batch in by_count.values() for p, _ in batch]
-                rows = [[p, self._read(p), rules.ensure_state(self, p, rules.LION_STATE)["exp_avg"]] for p in params]
+                rows = [[rules.read_master(self, p), self._read(p), self.read(p, "exp_avg")] for p in params]
                 self._run(partial(rules.lion, group), rows, columns=(0, 2))
+                for p, (main, _, momentum) in zip(params, rows, strict=True):
+                    rules.write_master(self, p, main, self.state[p]["step"])
+                    self.write(p, "exp_avg", momentum)
         if skips == 1.0 or not self._mains:  # a pipeline stage may have no matrix
             return
         self._take_momenta()
@@ -139,20 +139,21 @@ class Muon(rules.SkippableRule):
         if self._owner_holds_momentum:
             flat = {param: grad.reshape(-1) for param, grad in grads.items()}
             return self._owners.start_bringing(bucket, flat, self._dtype)
-        updates = {param: torch.zeros_like(p, memory_format=torch.contiguous_format) for param, p in mains.items()}
-        rows = [
-            [grads[param], rules.ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM], updates[param]]
-            for param, p in mains.items()
-            if self.gradient_of(p) is not None and p.numel()
-        ]
+        updates = {
+            param: torch.zeros_like(grad, memory_format=torch.contiguous_format) for param, grad in grads.items()
+        }
+        updated = {param: p for param, p in mains.items() if self.gradient_of(p) is not None and p.numel()}
+        rows = [[grads[param], self.read(p, _MOMENTUM), updates[param]] for param, p in updated.items()]
         self._run(partial(_advance, self.recipe), rows, columns=(1,))
+        for p, (_, momentum, _) in zip(updated.values(), rows, strict=True):
+            self.write(p, _MOMENTUM, momentum)
         flat = {param: update.view(-1) for param, update in updates.items()}
         return self._owners.start_bringing(bucket, flat, self._sent_dtype)
 
     def _read(self, p: Tensor) -> Tensor:
         """Returns a parameter's gradient in its dtype, multiplied, or zeros where it has none."""
-        grad = self.gradient_of(p)
-        return torch.zeros_like(p) if grad is None else self.as_read([grad], p.dtype)[0]
+        grad, dtype = self.gradient_of(p), torch.promote_types(p.dtype, torch.float32)
+        return torch.zeros_like(p, dtype=dtype) if grad is None else self.as_read([grad], dtype)[0]
 
     def _take(self, bringing: Arrival) -> dict[int, Tensor]:
         """Returns the updates of the matrices that this rank owns, by index."""
@@ -171,17 +172,24 @@ class Muon(rules.SkippableRule):
     def _apply(self, bucket: int, arrival: Arrival) -> None:
         """Updates this rank's elements of a bucket's parameters."""
         mains = {param: self._mains[param] for param in self._owners.buckets[bucket]}
-        updates = {param: main.new_empty(main.numel()) for param, main in mains.items()}
+        updates = {
+            param: main.new_empty(main.numel(), dtype=torch.promote_types(main.dtype, torch.float32))
+            for param, main in mains.items()
+        }
         self._owners.put(arrival, updates, self._relative)
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         rows: dict[tuple[float, float], list[list[Tensor]]] = {}
+        updated: list[tuple[Tensor, list[Tensor]]] = []
         for param, main in mains.items():
             group = group_of[main]
             if self.gradient_of(main) is not None and main.numel():
                 factors = 1 - group["lr"] * group["weight_decay"], group["lr"] * self._scales[param]
-                rows.setdefault(factors, []).append([main, updates[param].view(main.shape)])
+                updated.append((main, [rules.read_master(self, main), updates[param].view(main.shape)]))
+                rows.setdefault(factors, []).append(updated[-1][1])
         for factors, same in rows.items():
             self._run(partial(_descend, *factors), same, columns=(0,))
+        for main, (new, _) in updated:
+            rules.write_master(self, main, new, self.state[main]["step"])
 
     def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], columns: tuple[int, ...]) -> None:
         """Runs `kernel` over columns of tensors, and restores the written columns if the device skips the step.
@@ -243,28 +251,3 @@ def _descend(keep: float, step: float, columns: rules.Columns) -> None:
     params, updates = columns
     torch._foreach_mul_(params, keep)
     torch._foreach_add_(params, updates, alpha=-step)
-
-
-def _sharing_ranks(params: Iterable[MainParam], model_groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """Returns the smallest group with all ranks that hold parts of the model or replicas of them. None for one rank.
-
-    Raises:
-        ParallelConfigError: no group has the ranks of both tensor and data parallelism.
-    """
-    groups, both = [model_groups.tp], model_groups.tp_dp_cp
-    for p in params:
-        if (wrapper := owner_of(p.param)) is not None:
-            groups.append(wrapper.plan.groups.whole)
-        elif isinstance(p.param, DTensor):
-            groups.append(whole_group(p.param.device_mesh))
-    ranks = {group: set(dist.get_process_group_ranks(group)) for group in (*groups, both) if group is not None}
-    sharing = set().union(*(ranks[group] for group in groups if group is not None))
-    if len(sharing) <= 1:
-        return None
-    fitting = [group for group, members in ranks.items() if sharing <= members]
-    if not fitting:
-        raise ParallelConfigError(
-            f"ranks {sorted(sharing)} share the model by tensor and data parallelism, and no group has all of them; "
-            "initialize shardstack.parallel_state, and let the wrapper take its groups"
-        )
-    return min(fitting, key=dist.get_world_size)

@@ -1,0 +1,122 @@
+"""How numbers of 32 bits are kept in 16 and in 8: rounding, and the code books of blocks.
+
+Rounding is stochastic where the nearest value would lose updates that are smaller than half of a step. Its random bits
+are a hash of a key and of each element's place in the whole tensor, so that they are the same on every cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import torch
+from torch import Tensor
+
+BOOKS = ("dynamic8", "linear8")
+"""Names of the code books. ``dynamic8``: the dynamic tree of Dettmers (arXiv 1511.04561), as in 8-bit optimizers
+(arXiv 2110.02861), whose steps are relative over seven decades. ``linear8``: equal steps. Both have 0 and the largest
+element exactly, where published tables end just below 1, so that values that are encoded again keep their codes."""
+
+_DECADES = 7
+_LEAST_SCALE = 2.0**-100
+"""Blocks whose largest element is smaller are kept as zeros: their codes would leave the normal numbers of fp32."""
+
+
+def key_of(name: str, step: int) -> tuple[int, int]:
+    """Returns the key of a tensor's random bits in one step, two numbers of 32 bits."""
+    digest = hashlib.blake2s(f"{name} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def random_bits(places: Tensor, key: tuple[int, int]) -> Tensor:
+    """Returns 16 random bits of each place, `[n]` in int64: a hash with a round of multiplications for each key.
+
+    Rounds and constants are those of Wellons' "lowbias32" family (github.com/skeeto/hash-prospector).
+
+    Args:
+        places: `[n]` in int64, of which 32 bits count.
+    """
+    bits = (places & 0xFFFFFFFF) ^ key[0]
+    bits = ((bits ^ bits >> 16) * 0x21F0AAAD & 0xFFFFFFFF) ^ key[1]
+    bits = (bits ^ bits >> 15) * 0x735A2D97 & 0xFFFFFFFF
+    return (bits ^ bits >> 15) & 0xFFFF
+
+
+def to_bf16(values: Tensor, bits: Tensor) -> Tensor:
+    """Rounds fp32 to one of the two nearest numbers of bf16, away from zero as often as is right on average.
+
+    Args:
+        bits: `[n]`, of `random_bits`.
+    """
+    rounded = values.view(torch.int32) + bits.to(torch.int32)
+    return (rounded & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns fp32 as bf16, rounded to the nearest, and the rest of its bits in int16.
+
+    A value in the middle of two is rounded away from zero, where torch takes the even one.
+    """
+    bits = values.view(torch.int32)
+    upper = bits + 0x8000 >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def join(values: Tensor, rest: Tensor) -> Tensor:
+    """Returns what `split` was given."""
+    return ((values.view(torch.int16).to(torch.int32) << 16) + rest).view(torch.float32)
+
+
+@functools.cache
+def levels_of(book: str, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the levels of a code book in order, and by code. Code 0 is 0.0, so that zeroed memory is zeros."""
+    if book == "linear8":
+        most = 127 if is_signed else 255
+        positive = torch.arange(1, most + 1, dtype=torch.float64) / most
+    else:
+        decades = []
+        for decade in range(_DECADES):
+            ends = torch.linspace(0.1, 1.0, (1 if is_signed else 2) * 2**decade + 1, dtype=torch.float64)
+            decades.append((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade + 1 - _DECADES))
+        positive = torch.cat(decades)
+        positive = torch.cat([positive[:-1] if is_signed else positive, torch.ones(1, dtype=torch.float64)])
+    below = -positive.flip(0) if is_signed else positive[:0]
+    levels = torch.cat([below, torch.zeros(1, dtype=torch.float64), positive]).float()
+    codes = torch.zeros(256)
+    codes[torch.arange(len(levels)) - len(below)] = levels  # negative ones from the end
+    return levels.to(device), codes.to(device)
+
+
+def scales_for(largest: Tensor) -> Tensor:
+    """Returns the scales of blocks by their largest magnitudes."""
+    return torch.where(largest < _LEAST_SCALE, 0.0, largest)
+
+
+def encode(values: Tensor, scales: Tensor, book: str, is_signed: bool, bits: Tensor | None) -> Tensor:
+    """Returns the codes of fp32 values, in uint8.
+
+    Without a sign a value above 0 never gets the code of 0: a second moment of 0 would make an update infinite.
+
+    Args:
+        scales: `[n]`, of each value's block.
+        bits: `[n]`, of `random_bits`, to round stochastically. None rounds to the nearest level.
+    """
+    levels, _ = levels_of(book, is_signed, values.device)
+    ratios = values / torch.where(scales > 0, scales, 1.0)
+    if bits is None:
+        chosen = torch.bucketize(ratios, (levels[1:] + levels[:-1]) / 2)
+    else:
+        lower = torch.bucketize(ratios, levels[1:], right=True)
+        start, end = levels[lower], levels[(lower + 1).clamp(max=len(levels) - 1)]
+        # Of 14 bits: a level that was multiplied by its scale and divided again is that level still.
+        share = ((ratios - start) / (end - start) * 0x4000).round()  # the last level's is not a number
+        chosen = torch.where((bits & 0x3FFF) < share, lower + 1, lower)
+    if not is_signed:
+        chosen = torch.where((chosen == 0) & (ratios > 0), 1, chosen)
+    return (chosen - (len(levels) // 2 if is_signed else 0)).to(torch.uint8)
+
+
+def decode(codes: Tensor, scales: Tensor, book: str, is_signed: bool) -> Tensor:
+    """Returns the values of codes in fp32. Scales as in `encode`."""
+    _, by_code = levels_of(book, is_signed, codes.device)
+    return by_code[codes.int()] * scales
