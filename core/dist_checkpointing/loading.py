@@ -103,9 +103,9 @@ def when_loaded(tensors: Iterable[Tensor], call: Callable[[], None]) -> None:
 
 def note_loaded(tensors: Iterable[Tensor]) -> None:
     """Tells the owners of tensors that a checkpoint, or another rank's copy of one, has filled them."""
-    for method in {_called_when_loaded[tensor] for tensor in tensors if tensor in _called_when_loaded}:
-        if (call := method()) is not None:
-            call()
+    methods = [_called_when_loaded[tensor] for tensor in tensors if tensor in _called_when_loaded]
+    for call in {method() for method in methods} - {None}:  # None where the object is gone
+        call()
 
 
 def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | None = None) -> None:

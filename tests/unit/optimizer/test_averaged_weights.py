@@ -123,7 +123,8 @@ def _equals_formula(device: str, wrapper: str, decay: float | None) -> None:
             assert p.main.dtype == torch.float32 and p.main.device.type == device
             main = local_part(p.main).cpu().double()
             expected[p.name] = torch.lerp(expected.get(p.name, main), main, weight)
-    found = {p.name: local_part(t).cpu() for p, t in zip(optimizer.main_params, average._averages, strict=True)}
+    averages = average._averages.values()
+    found = {p.name: local_part(t).cpu() for p, t in zip(optimizer.main_params, averages, strict=True)}
     assert_same_sums(found, {name: tensor.float() for name, tensor in expected.items()}, 3 * STEPS)
 
 

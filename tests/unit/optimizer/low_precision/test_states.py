@@ -1,0 +1,186 @@
+"""State in 8 and 16 bits has the bits of one process under every wrapper, and its checkpoints fit any cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.base.errors import ConfigError
+from core.dist_checkpointing import load
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
+from tests.unit._spawn import run_anywhere
+from tests.unit.dist_checkpointing._pieces import Shapes
+from tests.unit.optimizer._squares import Squares, assert_saved, build, continue_from, state_of, train, write
+
+STEPS = 3
+SHAPES: Shapes = {
+    "columns.weight": ((44, 150), 0),
+    "columns.bias": ((44,), 0),
+    "rows.weight": ((60, 130), 1),  # rows of 65: most blocks are on both ranks of tensor parallelism
+    "wide.weight": ((9, 1024), 1),
+    "cube.weight": ((5, 30, 41), None),
+    "norm.weight": ((5003,), None),
+    "thin.weight": ((1, 3), None),
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "dynamic8": {"exp_avg_dtype": "dynamic8", "exp_avg_sq_dtype": "dynamic8"},
+    "rest": {"exp_avg_dtype": "dynamic8", "exp_avg_sq_dtype": "linear8", "main_params_dtype": "bf16_with_rest"},
+    "weights": {"exp_avg_dtype": "linear8", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "bf16"},
+    "sgd": {"optimizer": "sgd", "exp_avg_dtype": "dynamic8"},
+    "muon": {"optimizer": "muon", "exp_avg_dtype": "dynamic8", "exp_avg_sq_dtype": "dynamic8"},
+    "lion": {
+        "optimizer": "muon",
+        "muon_scalar_optimizer": "lion",
+        "exp_avg_dtype": "bf16",
+        "muon_exclude": ("cube*",),
+    },
+    "muon of rest": {"optimizer": "muon", "exp_avg_dtype": "bf16", "main_params_dtype": "bf16_with_rest"},
+}
+IN_BF16 = ("rest", "weights", "muon of rest")
+LAYOUTS = [(1, "serial", 1), (2, "ddp", 1), (2, "zero1", 1), (2, "zero2", 1), (2, "zero3", 1), (2, "fsdp2", 1)]
+CUT_TWICE = [(2, "zero1", 2), (4, "zero1", 2), (4, "fsdp2", 2), (4, "zero3", 1), (4, "hybrid fsdp2", 1)]
+
+
+def _run(kind: str, average: str, wrapper: str, tp: int, **changes: Any) -> tuple[Any, MegatronOptimizer]:
+    dtype = torch.bfloat16 if kind in IN_BF16 else torch.float32
+    settings = {"lr": 0.05, "bf16": dtype == torch.bfloat16} | FORMATS.get(kind, {}) | changes
+    model, optimizer = build(lambda: Squares(SHAPES, 1.0, dtype), wrapper, tp, settings)
+    if average:
+        AveragedWeights(optimizer, 0.9, dtype=average)  # type: ignore[arg-type]
+    return model, optimizer
+
+
+def _write(kind: str, average: str, wrapper: str, tp: int, folder: str) -> None:
+    write(*_run(kind, average, wrapper, tp), STEPS, folder)
+
+
+def _continue(kind: str, average: str, wrapper: str, tp: int, source: str, target: str) -> None:
+    continue_from(source, *_run(kind, average, wrapper, tp), STEPS, target)
+
+
+def _pairs() -> list[tuple[str, str, tuple[int, str, int], tuple[int, str, int]]]:
+    """Each format is written and read by several layouts, and each layout writes and reads several formats."""
+    layouts = [*LAYOUTS, *CUT_TWICE]
+    averages = ("", "bf16", "dynamic8", "linear8")
+    return [
+        (
+            kind,
+            averages[(row + turn) % 4],
+            layouts[(3 * row + 5 * turn + 1) % 11],
+            layouts[(2 * row + 4 * turn + 6) % 11],
+        )
+        for row, kind in enumerate(FORMATS)
+        for turn in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "average", "writer", "reader"), _pairs())
+def test_bits_are_those_of_one_process_on_any_cut(tmp_path: Path, kind, average, writer, reader) -> None:
+    run_anywhere(_write, writer[0], kind, average, *writer[1:], str(tmp_path / "first"))
+    run_anywhere(_continue, reader[0], kind, average, *reader[1:], str(tmp_path / "first"), str(tmp_path / "second"))
+    assert_saved(tmp_path / "second", *_run(kind, average, "serial", 1), 2 * STEPS)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "dynamic8"), ("dynamic8", "fp32"), ("bf16", "dynamic8")])
+def test_a_checkpoint_continues_in_another_precision(tmp_path: Path, before: str, after: str) -> None:
+    run_anywhere(_write, 2, before, "", "zero3", 1, str(tmp_path / "first"))
+    for number, layout in enumerate([(1, "serial", 1), (2, "zero1", 2)]):
+        run_anywhere(
+            _continue, layout[0], after, "", *layout[1:], str(tmp_path / "first"), str(tmp_path / f"{number}")
+        )
+    states = []
+    for number in range(2):
+        tensors = state_of(*_run(after, "", "serial", 1))
+        load(tensors, tmp_path / f"{number}")
+        states.append({name: tensor.clone() for name, tensor in tensors.items()})
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_skipped_step_changes_no_bit() -> None:
+    for kind in FORMATS:
+        model, optimizer = _run(kind, "dynamic8", "serial", 1)
+        train(model, optimizer, 2)
+        before = {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
+        optimizer.zero_grad()
+        model().backward()
+        next(model.parameters()).grad[3, 3] = torch.nan
+        assert not optimizer.step()[0]
+        after = state_of(model, optimizer)
+        assert [name for name, tensor in after.items() if not torch.equal(tensor, before[name])] == [], kind
+        train(model, optimizer, 1)
+        assert any(not torch.equal(t, before[n]) for n, t in state_of(model, optimizer).items()), kind
+
+
+def test_bytes_are_those_of_the_formats() -> None:
+    """Of tensors with blocks: codes, a scale of four bytes for each 256, and what a parameter in bf16 lacks."""
+    _, optimizer = _run("rest", "", "serial", 1, exp_avg_sq_dtype="dynamic8")
+    for p in optimizer.main_params:
+        n, state = p.param.numel(), optimizer.state[p.main]
+        held = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor))
+        assert p.main.data_ptr() == p.param.data_ptr()  # no master
+        blocks = -(-n // 256)
+        assert held == 2 * n + (2 * (n + 4 * blocks) if n >= 4096 else 0)
+        if n >= 4096:
+            assert (held + 2 * n) / n <= 6.2
+
+
+def test_what_other_code_writes_is_updated_from() -> None:
+    """As with masters in fp32: the next update begins with the written value, without the old one's rest."""
+    model, optimizer = _run("rest", "", "serial", 1)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.norm.weight.fill_(1.5)
+    master = optimizer.state_tensors()["master.norm.weight"]
+    assert torch.equal(master, torch.full_like(master, 1.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "said"),
+    [
+        ({"main_params_dtype": "bf16"}, torch.float32, "no parameter is in bf16"),
+        ({"main_params_dtype": "bf16_with_rest", "fp16": True}, torch.float16, "takes bfloat16"),
+        ({"exp_avg_dtype": "bf16"}, torch.float64, "is in float64"),
+    ],
+)
+def test_a_dtype_that_does_not_fit_is_one_line(settings: dict[str, Any], dtype: torch.dtype, said: str) -> None:
+    model = Squares(SHAPES, 1.0, torch.float32).to(dtype)
+    with pytest.raises(ConfigError, match=said) as error:
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, **settings), [model])
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_format_is_one_line() -> None:
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
+        with pytest.raises(ConfigError, match=f"{field} is 'fp8'"):
+            OptimizerConfig(**{field: "fp8"})
+    assert OptimizerConfig(exp_avg_dtype=torch.bfloat16, main_params_dtype=torch.float32).exp_avg_dtype == "bf16"
+    with pytest.raises(ConfigError, match="muon_momentum_holder"):
+        OptimizerConfig(optimizer="muon", muon_momentum_holder="owners", exp_avg_dtype="bf16")
+    _, optimizer = _run("bf16", "", "serial", 1)
+    with pytest.raises(ConfigError, match="dtype is 'fp8'"):
+        AveragedWeights(optimizer, dtype="fp8")  # type: ignore[arg-type]
+
+
+def _sleeps(kind: str, wrapper: str, releases: bool) -> list[float]:
+    model, optimizer = _run(kind, "dynamic8", wrapper, 1)
+    train(model, optimizer, 2)
+    if releases:
+        assert model.release("optimizer") > 0
+        model.restore()
+    train(model, optimizer, 1)
+    return [
+        tensor.double().sum().item()
+        for tensor in optimizer.state[optimizer.main_params[0].main].values()
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["dynamic8", "rest"])
+def test_state_sleeps_and_wakes(kind: str) -> None:
+    expected = run_anywhere(_sleeps, 2, kind, "zero3", False)
+    assert run_anywhere(_sleeps, 2, kind, "zero3", True) == expected
