@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, OptimizerError
+from .main_params import MainParam
 from .optimizer import MegatronOptimizer
 
 
@@ -99,9 +100,10 @@ class AveragedWeights:
         if self._is_swapped:
             raise OptimizerError("the model holds averaged weights; leave `with average.swapped()` first")
 
-    def held(self) -> list[Tensor]:
-        """Returns this rank's part of each average, as it is in memory."""
-        return self._averages
+    def held(self, params: Sequence[MainParam]) -> list[Tensor]:
+        """Returns this rank's part of the averages of some parameters, as it is in memory."""
+        mains = zip(self._optimizer.main_params, self._averages, strict=True)
+        return [average for p, average in mains if p in params]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Returns the average of each parameter by name, as tensors of the whole model that share this rank's."""

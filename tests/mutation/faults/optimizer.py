@@ -204,7 +204,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a skipped step is averaged",
-        "core.optimizer.optimizer.MegatronOptimizer._conclude",
+        "core.optimizer.optimizer.MegatronOptimizer.conclude",
         r"elif self\.average",
         "if self.average",
         (_AVERAGED,),
