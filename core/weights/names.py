@@ -111,7 +111,7 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
         if is_adapter(name) or name in added:
             continue
         in_base = added and names == "hugging_face"
-        source = _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer.", ".")) if in_base else name
+        source = name_without_adapters(name) if in_base else name
         source, rows = source.replace(".mlp.", f".{block}."), view.shape[0] if view.dim() else 1
         if gated and ".linear_fc1." in name and view.dim() < 3:
             half = rows // 2
@@ -163,6 +163,11 @@ def _adapters_only(views: Mapping[str, Tensor], recipes: Sequence[Recipe], names
                 stem = _PEFT + tensor.name.removesuffix(".weight")
                 # Queries, keys and values share the factor next to the input; so do gate and up.
                 yield replace(tensor if is_out else as_it_is, name=f"{stem}.lora_{'B' if is_out else 'A'}.weight")
+
+
+def name_without_adapters(name: str) -> str:
+    """Returns the name in the base model of a tensor of one with adapters of PEFT. Returns any other name as it is."""
+    return _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer", ""))
 
 
 def _without_adapter_name(name: str) -> str:
