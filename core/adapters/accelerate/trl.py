@@ -49,8 +49,8 @@ def use_whole_weights(trainer: Any, plugin: ShardstackPlugin) -> None:
     if getattr(args, "vllm_enable_sleep_mode", False) and per_generation % accumulated:
         raise ConfigError(
             f"use_shardstack: vllm_enable_sleep_mode sends weights at each generation, which is within a step where "
-            f"steps_per_generation is {per_generation} and gradient_accumulation_steps {accumulated}; make the first a "
-            "multiple of the second"
+            f"steps_per_generation is {per_generation} and gradient_accumulation_steps {accumulated}; make the first "
+            "a multiple of the second"
         )
     if hasattr(trainer.model, "peft_config") and not hasattr(trainer.model.base_model, "merge_adapter"):
         raise ConfigError("use_shardstack: an adapter of PEFT that has nothing to merge; set use_vllm=False")
@@ -82,12 +82,7 @@ class SendsWholeWeights:
     Every rank walks. In server mode only the first one gets tensors, which announces and sends them.
     """
 
-    model: Any
-    accelerator: Any
-    mode: str
-    _fix_param_name_to_vllm: Any
-
-    def _iter_named_params(self) -> Named:
+    def _iter_named_params(self: Any) -> Named:
         # No generator, so that what cannot be sent raises before TRL announces it to the server.
         walk = whole_parameters(self.accelerator, self.model, [0] if self.mode == "server" else None)
         return ((self._fix_param_name_to_vllm(name), tensor) for name, tensor in walk)
@@ -96,9 +91,7 @@ class SendsWholeWeights:
 class SyncsWholeWeights:
     """Mixed into TRL's ``SyncRefModelCallback``, which moves a reference model towards the trained one."""
 
-    accelerator: Any
-
-    def sync_target_model(self, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    def sync_target_model(self: Any, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
         """Moves each weight of the reference model, which every rank has whole. Collective."""
         targets = dict(target_model.named_parameters())
         for name, tensor in whole_parameters(self.accelerator, model):

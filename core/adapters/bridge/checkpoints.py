@@ -116,7 +116,7 @@ def load_trained(
         updates.load_state_scalars(metadata["optimizer"])
     for state in streams.values():
         set_packed_rng_state(state)
-    trained.wrapper.engine.updated()
+    trained.updated()
 
 
 def _own_streams() -> dict[str, Tensor]:
