@@ -50,7 +50,7 @@ def _arguments(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _grpo(folder: str, model: Any = None, **arguments: Any) -> Any:
+def _grpo(folder: str, model: Any = None, kind: str = "GRPO", peft_config: Any = None, **arguments: Any) -> Any:
     import datasets
     import trl
 
@@ -58,28 +58,50 @@ def _grpo(folder: str, model: Any = None, **arguments: Any) -> Any:
         "per_device_train_batch_size": 4 // dist.get_world_size(), "num_generations": 4, "max_completion_length": 5,
         "gradient_accumulation_steps": 2, "beta": 0.0, "temperature": 1.0,
     }  # fmt: skip
-    return trl.GRPOTrainer(
+    return getattr(trl, f"{kind}Trainer")(
         model=tiny("llama") if model is None else model,
         reward_funcs=_reward,
-        args=trl.GRPOConfig(**{**given, **arguments}),
+        args=getattr(trl, f"{kind}Config")(**{**given, **arguments}),
         train_dataset=datasets.Dataset.from_list(PROMPTS),
         processing_class=_tokenizer(),
+        peft_config=peft_config,
     )
 
 
-def _dpo(folder: str, **arguments: Any) -> Any:
+def _rloo(folder: str, **arguments: Any) -> Any:
+    return _grpo(folder, kind="RLOO", **arguments)
+
+
+def _grpo_from_base(folder: str, **arguments: Any) -> Any:
+    """Trains a new adapter. The reference is the model without it."""
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    return _grpo(folder, peft_config=config, beta=0.1, **arguments)
+
+
+def _grpo_from_adapter(folder: str, **arguments: Any) -> Any:
+    """Trains an adapter further. The reference is its copy, which TRL adds under the name "ref"."""
+    return _grpo(folder, _model(adapted=True, dtype=torch.float32), beta=0.1, **arguments)
+
+
+def _dpo(folder: str, model: Any = None, **arguments: Any) -> Any:
     import datasets
     import trl
 
     arguments = {key: value for key, value in _arguments(folder).items() if key != "shuffle_dataset"} | arguments
     rows = [row | {"chosen": f" t{9 + n} t5", "rejected": f" t{20 + n} t7 t8"} for n, row in enumerate(PROMPTS)]
     return trl.DPOTrainer(
-        model=tiny("llama"),
-        ref_model=tiny("llama"),
+        model=tiny("llama") if model is None else model,
+        ref_model=tiny("llama") if model is None else None,
         args=trl.DPOConfig(per_device_train_batch_size=4 // dist.get_world_size(), **arguments),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=_tokenizer(),
     )
+
+
+def _dpo_from_adapter(folder: str, **arguments: Any) -> Any:
+    return _dpo(folder, _model(adapted=True, dtype=torch.float32), **arguments)
 
 
 def _run(trainer: Any, strategy: str | None, **settings: Any) -> tuple[list[tuple[float, float]], Any, Any]:
@@ -104,23 +126,28 @@ def _runs(folder: str, kind: str, strategies: list[str | None], arguments: dict[
     found = []
     for strategy in strategies:
         with fresh_accelerate(), mock.patch.object(torch, "multinomial", _by_row):
-            trainer = {"grpo": _grpo, "dpo": _dpo}[kind](folder, **arguments)
+            trainer = KINDS[kind](folder, **arguments)
             found.append(_run(trainer, strategy))
     return found
 
 
-CASES = {
-    "grpo": ("grpo", {}),
-    "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}),
+KINDS = {
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "dpo": _dpo,
+    "grpo_from_base": _grpo_from_base,
+    "grpo_from_adapter": _grpo_from_adapter,
+    "dpo_from_adapter": _dpo_from_adapter,
 }
+ARGUMENTS = {"dpo": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}}
 
 
-def _assert_as_stock(case: str, strategies: list[str], folder: str) -> None:
-    kind, arguments = CASES[case]
+def _assert_as_stock(kind: str, strategies: list[str], folder: str) -> None:
+    arguments = ARGUMENTS.get(kind, {})
     ((steps, weights, reference),) = run_distributed(_runs, 1, folder, kind, [None], arguments)[0]
-    start = dict(tiny("llama").named_parameters())
+    start = dict((_model(True, torch.float32) if "adapter" in kind else tiny("llama")).named_parameters())
     assert len(steps) == 3 and any(norm for _, norm in steps)
-    assert any(not torch.equal(value, start[name]) for name, value in weights.items())
+    assert any(name not in start or not torch.equal(value, start[name]) for name, value in weights.items())
     of_ranks = run_distributed(_runs, 2, folder, kind, strategies, arguments)
     for found, other in zip(*of_ranks, strict=True):
         # Sums in another order, as in test_trainer: losses near 0 by an absolute tolerance.
@@ -135,10 +162,10 @@ def _assert_as_stock(case: str, strategies: list[str], folder: str) -> None:
         assert any(not torch.equal(value, start[name]) for name, value in reference.items())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 @some_and_others("strategies", ["optim_grads_params", "fsdp2"], ["no_shard", "optim", "optim_grads"])
-def test_a_trainer_computes_as_stock_in_one_process(case, strategies, tmp_path):
-    _assert_as_stock(case, strategies, str(tmp_path))
+def test_a_trainer_computes_as_stock_in_one_process(kind, strategies, tmp_path):
+    _assert_as_stock(kind, strategies, str(tmp_path))
 
 
 # ---- vLLM
