@@ -187,10 +187,10 @@ class Server:
         self.updates: list[tuple[list[Any], dict[str, torch.Tensor]]] = []
 
     def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
-        received = {}
+        received: dict[str, torch.Tensor] = {}
+        self.updates.append((metadata, received))
         for name, tensor in named_params:
             received[name] = tensor.clone()
-        self.updates.append((metadata, received))
 
     def reset_prefix_cache(self) -> None: ...
 
