@@ -18,13 +18,14 @@ pytestmark = needs("transformers", "accelerate")
 ARGUMENTS = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "num_train_epochs": 2}
 
 
-def _trainer(folder: Path, source: Path, **arguments: Any) -> Any:
+def _trainer(folder: Path, source: Path, replicas: int = 1, **arguments: Any) -> Any:
     import transformers
     from transformers.distributed import DistributedConfig
 
     from core.adapters.accelerate import use_shardstack
 
-    config = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+    shards = torch.distributed.get_world_size() // replicas
+    config = DistributedConfig(fsdp_size=shards, dp_replicate_size=replicas)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, distributed_config=config)
     return use_shardstack(trainer_of(model, str(folder), None, **{**ARGUMENTS, **arguments}))
 
@@ -68,14 +69,14 @@ def test_an_interrupted_run_resumes_to_the_bit(optimizer, tmp_path):
         assert "was saved without use_shardstack; load its weights with from_pretrained" in messages[1]
 
 
-def _losses(folder: Path, resumed: str | None, sharded: bool = True) -> list[float] | str:
+def _losses(folder: Path, resumed: str | None, replicas: int = 1, sharded: bool = True) -> list[float] | str:
     """Trains with four sequences a step, and returns the losses, or why a checkpoint cannot be resumed."""
     ranks = torch.distributed.get_world_size()
     sizes = {"per_device_train_batch_size": 4 // ranks, "gradient_accumulation_steps": 1, "count": 16}
     given = {**sizes, "num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 0.01}
     with fresh_accelerate():
         if sharded:
-            trainer = _trainer(folder / f"run{ranks}", folder / "model", **given)
+            trainer = _trainer(folder / f"run{ranks}", folder / "model", replicas, **given)
         else:
             import transformers
 
@@ -91,13 +92,13 @@ def _losses(folder: Path, resumed: str | None, sharded: bool = True) -> list[flo
 
 def test_tied_embeddings_train_and_resume_on_other_ranks(tmp_path):
     tiny("llama", tied=True, vocab_size=16).save_pretrained(tmp_path / "model")
-    expected = torch.tensor(run_distributed(_losses, 1, tmp_path, None, False)[0])
+    expected = torch.tensor(run_distributed(_losses, 1, tmp_path, None, 1, False)[0])
     assert len(expected) == 4 and expected[3] < expected[0]
     checkpoint = str(tmp_path / "run2" / "checkpoint-2")
-    for ranks, resumed in ((2, None), (4, checkpoint)):
-        for losses in run_distributed(_losses, ranks, tmp_path, resumed):
+    for ranks, resumed, replicas in ((2, None, 1), (4, checkpoint, 1), (4, checkpoint, 2)):
+        for losses in run_distributed(_losses, ranks, tmp_path, resumed, replicas):
             torch.testing.assert_close(torch.tensor(losses), expected, rtol=32 * 2.0**-23, atol=0.0)
-    (refused,) = run_distributed(_losses, 1, tmp_path, checkpoint, False)
+    (refused,) = run_distributed(_losses, 1, tmp_path, checkpoint, 1, False)
     assert "of another model or optimizer; only one side has optimizer." in refused
 
 
