@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as torch_state
 
-from ...base.errors import CheckpointError, ConfigError
+from ...base.errors import ConfigError
 from ...dist_checkpointing import model_state_dict
-from ..bridge.checkpoints import checkpoint_folder
 from ..bridge.trained import Trained, mix_in
 from .prepared import ShardstackPlugin
 from .trainer import KeepsCheckpoints
@@ -59,13 +58,7 @@ class ShardedAtLoadTrainer(KeepsCheckpoints):
 
     @property
     def _trained(self) -> Trained:
-        return TrainedByTorch(self.model, self.optimizer.optimizer)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not checkpoint_folder(resume_from_checkpoint).is_dir():
-            raise CheckpointError(
-                f"{resume_from_checkpoint} was saved without use_shardstack; load its weights with from_pretrained"
-            )
+        return TrainedByTorch(self.model, getattr(self.optimizer, "optimizer", None))
 
 
 class TrainedByTorch(Trained):
@@ -77,7 +70,7 @@ class TrainedByTorch(Trained):
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Any, optimizer: Any) -> None:
         self.wrapper, self.optimizer, self.updates = model, optimizer, self  # type: ignore[assignment]
 
     def model_tensors(self) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from transformers.trainer import SCHEDULER_NAME
 from ...base.errors import CheckpointError
 from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing.safetensors_io import open_safetensors
-from ...distributed import _BaseDataParallel
 from ..bridge.checkpoints import checkpoint_folder, load_trained, load_whole_state_dict, save_trained, saved_tensors
 from ..bridge.trained import Trained
 from .accelerator import ShardstackAccelerator
@@ -43,7 +42,7 @@ class KeepsCheckpoints(Trainer):
         if (trained := self._trained) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            _load_weights(trained.wrapper, resume_from_checkpoint)
+            _load_weights(trained, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trained = self._trained
@@ -73,7 +72,7 @@ class KeepsCheckpoints(Trainer):
         elif checkpoint_folder(best).is_dir():
             load_trained(checkpoint_folder(best), trained, saved_tensors(trained), with_optimizer=False)
         else:
-            _load_weights(trained.wrapper, best)
+            _load_weights(trained, best)
 
 
 class ShardstackTrainer(KeepsCheckpoints):
@@ -135,7 +134,7 @@ class ShardstackTrainer(KeepsCheckpoints):
         super()._save(output_dir, state_dict)
 
 
-def _load_weights(wrapper: _BaseDataParallel, folder: str | os.PathLike[str]) -> None:
+def _load_weights(trained: Trained, folder: str | os.PathLike[str]) -> None:
     """Loads what `save_pretrained` has written, which may be under other names than in memory: experts one by one.
 
     Raises:
@@ -147,12 +146,12 @@ def _load_weights(wrapper: _BaseDataParallel, folder: str | os.PathLike[str]) ->
     readers = [open_safetensors(file) for file in files]
     weights = {name: reader.get_tensor(name) for reader in readers for name in reader.keys()}  # noqa: SIM118  # no dict
     try:
-        load_whole_state_dict(wrapper, weights)
+        load_whole_state_dict(trained, weights)
     except CheckpointError:
-        model = unwrap_model(wrapper)
+        model = unwrap_model(trained.wrapper)
         if not isinstance(model, PreTrainedModel):
             raise
         converted, found = type(model).from_pretrained(folder, output_loading_info=True)  # by its own conversion
         if found["missing_keys"] or found["mismatched_keys"]:
             raise
-        load_whole_state_dict(wrapper, converted.state_dict())
+        load_whole_state_dict(trained, converted.state_dict())
