@@ -250,19 +250,13 @@ def test_bad_input_is_one_line(tmp_path):
 
 
 def _reject(path: str) -> None:
-    from verl.workers.config import FSDPEngineConfig
-
     with w.verl_environment():
         with pytest.raises(ConfigError, match="set offload_activations in the engine's settings"):
             w.worker_of(path, "optim", model={"enable_activation_offload": True})
         with pytest.raises(OptimizerError, match="Adafactor is not elementwise"):
             w.worker_of(path, "no_shard", optim={"optimizer": "Adafactor", "override_optimizer_config": None})
-        with pytest.raises(ConfigError, match=r"optim\.clip_grad is None; give a norm"):
-            w.worker_of(path, "optim", optim={"clip_grad": None})
         engine = w.worker_of(path, "optim").engine
         with pytest.raises(ConfigError, match="to was given 'meta'; it takes 'cpu'"):
             engine.to("meta")
-        with pytest.raises(ConfigError, match="call prime_delta_snapshots after a full sync"):
-            engine.get_per_tensor_param_delta_shard()
-        with pytest.raises(ConfigError, match=r"_target_: shardstack\.adapters\.verl\.ShardstackEngineConfig"):
-            type(engine)(engine.model_config, FSDPEngineConfig(), engine.optimizer_config, engine.checkpoint_config)
+        with pytest.raises(AssertionError, match="no seed snapshot for this shard; run the seed export first"):
+            next(engine.get_per_tensor_param_delta_shard()[0])
