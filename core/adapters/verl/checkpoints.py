@@ -61,7 +61,6 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
         check_settings({"hdfs_path": hdfs_path}, "verl checkpoint path")
         if local_path is None:
             return
-        self.previous_global_step = global_step
         if self.ranks.is_first:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         tensors = saved_tensors(self.trained) if self.should_save_lora_only else self.trained.model_tensors()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ from .checkpoints import ShardstackCheckpointManager
 from .exports import delta_entry, shards, whole_tensors
 from .routing import RoutedSteps
 from .settings import BACKEND, ShardstackEngineConfig
-
-_DEVICES = ["cuda", "cpu"]
 
 T = TypeVar("T")
 
@@ -65,12 +63,12 @@ class ShardstackEngine(RoutedSteps):
         device = torch.device(get_device_id())
         # Where verl left the model on the meta device, the wrapper brings the first rank's values.
         is_empty = any(parameter.is_meta for parameter in module.parameters())
-        wrapper = self.engine_config.plugin().wrap(module.to_empty(device=device) if is_empty else module.to(device))
-        self.trained = Trained(wrapper)
-        return wrapper
+        module = module.to_empty(device=device) if is_empty else module.to(device)
+        self.trained = Trained(self.engine_config.plugin().wrap(module))
+        return self.trained.wrapper
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        optimizer = cast(torch.optim.Optimizer, super()._build_optimizer(module))
+        optimizer: torch.optim.Optimizer = super()._build_optimizer(module)
         self.trained.take(optimizer)
         if self.trained.updates is None:
             raise OptimizerError(
@@ -199,11 +197,11 @@ class ShardstackEngine(RoutedSteps):
     _hf_delta_entry = staticmethod(delta_entry)
 
 
-@EngineRegistry.register("language_model", BACKEND, _DEVICES)
+@EngineRegistry.register("language_model", BACKEND, ["cuda", "cpu"])
 class ShardstackEngineWithLMHead(ShardstackEngine):
     """Trains policies, and language models by SFT: verl's ``language_model``."""
 
 
-@EngineRegistry.register("value_model", BACKEND, _DEVICES)
+@EngineRegistry.register("value_model", BACKEND, ["cuda", "cpu"])
 class ShardstackEngineWithValueHead(ShardstackEngine, FSDPEngineWithValueHead):
     """Trains critics: verl's ``value_model``."""

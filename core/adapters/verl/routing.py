@@ -25,7 +25,7 @@ class RoutedSteps(FSDPEngineWithLMHead):
     ``router_replay.mode`` says so, and an engine that only runs forward, as that of a reference policy, never does.
     """
 
-    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Runs a micro-batch.
 
         Raises:

@@ -47,9 +47,8 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         EngineConfig.__post_init__(self)  # not that of FSDP, which knows its own strategies alone
         if self.strategy != BACKEND:
             raise ConfigError(f"strategy is {self.strategy!r}, and the engine of this config is {BACKEND!r}; drop it")
-        if self.qat.enable:
-            raise ConfigError("qat.enable is set, and weights are not quantised in training here; drop it")
         check_settings(self, "verl")
+        check_settings(vars(self.qat), "verl qat", where=" in qat")
         _ = self.compute_dtype, self.plugin()
 
     def check_model(self, model_config: Any) -> None:

@@ -61,7 +61,7 @@ def _reject() -> None:
         ({"wrap_policy": {"min_num_params": 7}}, "units are chosen by transformer_cls_names_to_wrap"),
         ({"offload_policy": True}, "settings.cpu_offload"),
         ({"fsdp_size": 2}, "hybrid=True shards within machines"),
-        ({"qat": QATEngineConfig(enable=True)}, "qat.enable is set"),
+        ({"qat": QATEngineConfig(enable=True)}, "enable is True in qat: weights are not quantised"),
         ({"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype is 'fp16'; "),
         ({"mixed_precision": {"buffer_dtype": "bf16"}}, "buffer_dtype is 'bf16'; "),
         ({"mixed_precision": {"params": "bf16"}}, "mixed_precision has 'params'"),
