@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from verl.utils.ulysses import slice_input_tensor
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...base.errors import DataError
@@ -44,9 +45,14 @@ class RoutedSteps(FSDPEngineWithLMHead):
         with record(self.module) as recorded:
             loss, output = run()
         offsets = micro_batch["input_ids"].offsets()
-        rows = recorded[0][: int(offsets[-1])].to(offsets.device, torch.int16)  # without what pads the sequence
-        output["model_output"][_ROUTES] = torch.nested.nested_tensor_from_jagged(rows, offsets)
+        rows = self._gather_and_unpad_packed(recorded[0].to(offsets.device), self._padding(int(offsets[-1])))
+        output["model_output"][_ROUTES] = torch.nested.nested_tensor_from_jagged(rows.to(torch.int16), offsets)
         return loss, output
+
+    def _padding(self, tokens: int) -> Any:
+        """Returns how many tokens verl adds to a packed sequence, up to a bucket and to what Ulysses divides."""
+        to_bucket = self._get_packed_pad_size(tokens)
+        return to_bucket + -(tokens + to_bucket) % self.ulysses_sequence_parallel_size
 
     def _rows(self, routes: Tensor) -> Tensor:
         """Returns what each router replays: -1, its own choice, for padding and tokens whose experts are not known."""
@@ -56,5 +62,5 @@ class RoutedSteps(FSDPEngineWithLMHead):
             routes = routes[:, [int(re.findall(r"\.(\d+)\.", name)[0]) for name in routers]]
         ordered = routes.sort(-1).values
         is_unknown = (ordered[..., 1:] == ordered[..., :-1]).any(-1, keepdim=True)  # verl fills up with zeros
-        padding = (0, 0, 0, 0, 0, self._get_packed_pad_size(len(routes)))
-        return pad(routes.masked_fill(is_unknown, -1), padding, value=-1)
+        rows = pad(routes.masked_fill(is_unknown, -1), (0, 0, 0, 0, 0, self._padding(len(routes))), value=-1)
+        return slice_input_tensor(rows, dim=0, padding=False) if self.use_ulysses_sp else rows

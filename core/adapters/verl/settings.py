@@ -55,7 +55,7 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         """Raises for settings of a model that this engine does not have, or not with these of its own.
 
         Raises:
-            ConfigError: Ulysses without flash attention, or ``router_replay`` with Ulysses or unpacked sequences.
+            ConfigError: Ulysses without flash attention, or ``router_replay`` without packed sequences.
             ParallelConfigError: a setting of verl's model that has no counterpart here.
         """
         check_settings(model_config, "verl model")
@@ -66,11 +66,9 @@ class ShardstackEngineConfig(FSDPEngineConfig):
                 f"in {attention!r}; install flash-attn and set model.override_config.attn_implementation to "
                 "flash_attention_2, or set 1"
             )
-        if self.router_replay.mode != "disabled" and (degree > 1 or not model_config.use_remove_padding):
-            raise ConfigError(
-                f"router_replay.mode is {self.router_replay.mode!r}, which takes packed sequences that are not split; "
-                "set model.use_remove_padding, and ulysses_sequence_parallel_size to 1"
-            )
+        if self.router_replay.mode != "disabled" and not model_config.use_remove_padding:
+            mode = self.router_replay.mode
+            raise ConfigError(f"router_replay.mode is {mode!r}, which takes packed sequences; set use_remove_padding")
 
     def plugin(self) -> ShardstackPlugin:
         """Returns what wraps the model.

@@ -73,6 +73,27 @@ def test_batches_of_any_form_are_those_of_one_process(tmp_path):
             torch.testing.assert_close(found[1][name], weight, **WEIGHTS)
 
 
+def _over_split_sequences(path: str) -> list[Any]:
+    found = []
+    model = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    with w.verl_environment(), w.stub_of_flash_attention():
+        for strategy in ("no_shard", "optim_grads_params", "fsdp2"):
+            worker = w.worker_of(path, strategy, ulysses_sequence_parallel_size=2, model=model)
+            done = [worker.train_batch(w.batch(step, 0, 1)) for step in range(3)]
+            metrics = [each["metrics"] for each in done if each is not None]  # of the first rank alone
+            found.append(([(each["loss"], each["grad_norm"]) for each in metrics], w.weights(worker)))
+    return found
+
+
+def test_split_sequences_train_as_one_process(tmp_path):
+    path = w.save_model(tmp_path / "model")
+    ((steps, weights),) = run_distributed(_reference, 1, path, False)
+    for found in run_distributed(_over_split_sequences, 2, path)[0]:
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(steps), **LOSSES)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[1][name], weight, **WEIGHTS)
+
+
 @pytest.mark.long
 def test_a_hybrid_trains_as_one_process(tmp_path):
     path = w.save_model(tmp_path / "model")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from core.base.errors import ConfigError, DataError
@@ -28,8 +29,7 @@ def _mode(mode: str) -> dict[str, Any]:
     return {"router_replay": EngineRouterReplayConfig(mode=mode)}
 
 
-def _with_routes(step: int, routes: list[Tensor]) -> Any:
-    data = w.batch(step)
+def _with_routes(data: Any, routes: list[Tensor]) -> Any:
     data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
     return data
 
@@ -52,7 +52,7 @@ def _replayed(path: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
                 assert none is None and torch.equal(chances, own)
                 lengths = w.batch(step)["input_ids"].offsets().diff().tolist()
                 assert [tuple(rows.shape) for rows in routes.unbind()] == [(n, LAYERS, TAKEN) for n in lengths]
-                metrics = worker.train_batch(_with_routes(step, list(routes.unbind())))["metrics"]
+                metrics = worker.train_batch(_with_routes(w.batch(step), list(routes.unbind())))["metrics"]
                 assert [(metrics["loss"], metrics["grad_norm"])] == w.train(plain, [step]), strategy
             weights = w.weights(plain)
             assert all(torch.equal(tensor, weights[name]) for name, tensor in w.weights(worker).items()), strategy
@@ -69,6 +69,32 @@ def test_a_step_that_replays_itself_has_its_own_bits(tmp_path):
     run_distributed(_replayed, 2, path, cases)
 
 
+def _over_split_sequences(path: str) -> None:
+    fields = {"ulysses_sequence_parallel_size": 2} | DYNAMIC
+    model = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    with w.verl_environment(), w.stub_of_flash_attention():
+        plain = w.worker_of(path, "optim_grads_params", model=model, **fields)
+        worker = w.worker_of(path, "optim_grads_params", model=model, **fields | _mode("R2"))
+        routes: list[Any] = [None]
+        if (output := worker.infer_batch(w.batch(0, 0, 1, compute_loss=False))) is not None:
+            routes = [list(output["routed_experts"].unbind())]
+            assert [len(rows) for rows in routes[0]] == w.batch(0, 0, 1)["input_ids"].offsets().diff().tolist()
+        dist.broadcast_object_list(routes, 0)
+
+        def losses_of(routes: list[Tensor]) -> list[float]:
+            done = [worker.train_batch(_with_routes(w.batch(0, 0, 1), routes)), plain.train_batch(w.batch(0, 0, 1))]
+            return [each["metrics"]["loss"] for each in done if each is not None]  # of the first rank alone
+
+        assert len(set(losses_of(routes[0]))) <= 1
+        weights = w.weights(plain)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in w.weights(worker).items())
+        assert len(set(losses_of([rows.roll(1, 0) for rows in routes[0]]))) != 1, "nothing was replayed"
+
+
+def test_split_sequences_are_recorded_and_replayed(tmp_path):
+    run_distributed(_over_split_sequences, 2, w.save_model(tmp_path / "model", "qwen3_moe", **MIXTURE))
+
+
 def _of_a_server(path: str) -> None:
     """Replays experts that no router would choose, which a run cannot have had by itself."""
     with w.verl_environment():
@@ -81,7 +107,7 @@ def _of_a_server(path: str) -> None:
         seen: list[Tensor] = []
         for layer in worker.engine.module.module.model.layers:
             layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[2].clone()))
-        worker.train_batch(_with_routes(0, routes))
+        worker.train_batch(_with_routes(w.batch(0), routes))
         taken = torch.cat([torch.stack(seen[i : i + LAYERS], 1) for i in range(0, len(seen), LAYERS)])
         rows = sorted(routes_of.tolist() for routes_of in torch.cat([rows[:-1] for rows in routes]))
         assert all(len(set(experts)) == TAKEN for token in taken.tolist() for experts in token)
@@ -102,7 +128,7 @@ def _dense_layers(path: str) -> None:
         rows[:4, 1] = torch.tensor([3, 1])
         assert worker.engine._rows(rows).tolist() == [[[3, 1]]] * 4 + [[[-1, -1]]]
         worker.train_batch(
-            _with_routes(0, [rows[:1].expand(n, -1, -1) for n in w.batch(0)["input_ids"].offsets().diff()])
+            _with_routes(w.batch(0), [rows[:1].expand(n, -1, -1) for n in w.batch(0)["input_ids"].offsets().diff()])
         )
 
 
@@ -121,11 +147,8 @@ def _reject(path: str) -> None:
                 w.train(w.worker_of(path, "optim", **_mode(mode)), range(1))
         reference = w.worker_of(path, "optim", forward_only=True, **_mode("R3"))
         assert _inferred(reference, 0)[1] is None
-        for fields in ({"model": {"use_remove_padding": False}}, {"ulysses_sequence_parallel_size": 2}):
-            with pytest.raises(ConfigError, match="takes packed sequences that are not split") as caught:
-                implementation = {"override_config": {"attn_implementation": "flash_attention_2"}}
-                w.worker_of(path, "optim", **_mode("R2"), **{"model": implementation} | fields)
-            assert "\n" not in str(caught.value)
+        with pytest.raises(ConfigError, match="'R2', which takes packed sequences; set use_remove_padding"):
+            w.worker_of(path, "optim", **_mode("R2"), model={"use_remove_padding": False})
         with pytest.raises(
             ConfigError, match="size is 2, and verl exchanges heads in flash attention alone, not in 'e"
         ):
