@@ -29,6 +29,7 @@ def _of_verls_file() -> None:
     engine = OmegaConf.load(Path(verl.trainer.__path__[0], "config/engine/fsdp.yaml"))
     of_ours = {"sharding_strategy": "fsdp2", "settings": {"backward_prefetch": 2}, "reshard_after_forward": False}
     of_ours |= {"_target_": "core.adapters.verl.ShardstackEngineConfig", "strategy": "shardstack"}
+    of_ours["router_replay"] = {"_target_": "verl.workers.config.EngineRouterReplayConfig", "mode": "R3"}
     engine = OmegaConf.merge(engine, of_ours)
     actor = {
         "_target_": "verl.workers.config.FSDPActorConfig", "strategy": "shardstack", "fsdp_config": engine,
@@ -38,6 +39,7 @@ def _of_verls_file() -> None:
         warnings.simplefilter("always")
         config = omega_conf_to_dataclass(OmegaConf.create(actor)).engine
     assert isinstance(config, ShardstackEngineConfig) and config.strategy == "shardstack"
+    assert config.router_replay.mode == "R3"
     text = "\n".join(str(warning.message) for warning in caught)
     assert "use_no_sync_for_gradient_accumulation=False changes nothing: gradients are reduced once a step" in text
     wrapped = config.plugin().ddp_config
