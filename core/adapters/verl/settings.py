@@ -60,7 +60,7 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         """
         check_settings(model_config, "verl model")
         degree, attention = self.ulysses_sequence_parallel_size, model_config.hf_config._attn_implementation
-        if degree > 1 and not attention.startswith("flash_attention"):
+        if degree > 1 and "flash" not in str(attention):
             raise ConfigError(
                 f"ulysses_sequence_parallel_size is {degree}, and verl exchanges heads in flash attention alone, not "
                 f"in {attention!r}; install flash-attn and set model.override_config.attn_implementation to "
