@@ -52,6 +52,13 @@ MUTATIONS = (
         (f"{VERL}/test_sleep.py",),
     ),
     Mutation(
+        "deltas for verl are those of the weights of the first export",
+        f"{ENGINE}.get_per_tensor_param_shard",
+        r"shards\(self\.module\)",
+        "iter(vars(self).setdefault('_kept', [*shards(self.module)]))",
+        (f"{VERL}/test_exports.py::test_whole_tensors_shards_and_deltas_have_equal_bits",),
+    ),
+    Mutation(
         "shards for verl all begin where their tensor does",
         "core.adapters.verl.exports.shards",
         r"offset \* stride",
