@@ -488,7 +488,6 @@ def test_state_inside_of_other_tensors_sleeps() -> None:
     optimizer.state[model.module.head.weight] |= {"halves": _InHalves(*parts), "list": kept}
     model.release()
     for hidden in (*parts, kept[0], kept[1]["deeper"]):
-        assert hidden.untyped_storage().nbytes() == 0
         with pytest.raises(ShardstackError):
             hidden + 1
     assert torch.equal(shared, torch.ones(50))
