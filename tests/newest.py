@@ -30,12 +30,18 @@ DOORS = {
     "ray": ["tests/functional/test_launchers.py"],
     "torchtitan": [f"{ADAPTERS}test_torchtitan.py"],
     "megatron-core": [f"{ADAPTERS}megatron_lm"],
+    "verl": [f"{ADAPTERS}verl"],
 }
 """Tests of each package's door."""
 PACKAGES = {
     "ray": ["ray[train]"],
-    "megatron-core": ["megatron-core", "triton"],
-}  # which it imports and does not require
+    "megatron-core": ["megatron-core", "triton"],  # which it imports and does not require
+    # What it requires is an older transformers. These are the rest that its workers import, and hydra's own antlr.
+    "verl": [
+        "--no-deps", "verl", "tensordict", "pyvers", "hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.*",
+        "codetiming", "pylatexenc",
+    ],
+}  # fmt: skip
 """What pip installs for a door, where it is not its name."""
 
 

@@ -1,9 +1,10 @@
 """Frees the memory of a wrapped model between two phases of a program, and brings it back with the same bits.
 
-Reinforcement learning trains and generates on the same devices: while a server generates, the trainer's weights, state
-and gradients are in its way. `_BaseDataParallel.release` copies them to the host, or on a CPU into a file, and frees
-their storages; `restore` allocates these again and copies the values back. Every view of a storage is then valid as
-before. Gathered parameters, and gradients that are zeroed, are made again in place of copied.
+Reinforcement learning trains and generates on the same devices: while a server generates, the trainer's parts, its
+model, optimizer state and gradients, take memory that the server needs. `_BaseDataParallel.release` copies a part to
+the host, or on a CPU into files, and frees its storages; `restore` allocates these again and copies the values back.
+Every view of a storage is then valid as before. Gathered parameters, and gradients that are zeroed, are made again in
+place of copied.
 
 While a part is released nothing may read it: memory that is gone would be read. `Step.reject_released` stops what
 goes through the wrapper and its optimizers, and the class of released tensors what a program reaches by itself.
@@ -15,17 +16,17 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial
-from typing import IO, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..base.device import current_device
 from ..base.errors import ConfigError, ShardstackError
-from ..base.host_memory import shared_bytes
 from ..base.memory_categories import known_optimizers
-from ..base.parameters import kept_range, local_part, readers_without_values, without_waiting
+from ..base.parameters import kept_range, readers_without_values, without_waiting
 from ..base.text import choices
 from ..comm import streams
 from .engine.engine import Engine
@@ -36,7 +37,7 @@ PARTS: tuple[Part, ...] = ("model", "optimizer", "gradients")
 _GRADIENTS = ("grad", "main_grad", "main_grad_copy_in_grad_buffer")
 
 
-def _raise_used(*unused: Any) -> NoReturn:
+def _raise_released(*unused: Any) -> NoReturn:
     raise ShardstackError(
         "a tensor of a wrapped model was used while its memory is released; call the wrapper's restore() first"
     )
@@ -44,7 +45,7 @@ def _raise_used(*unused: Any) -> NoReturn:
 
 def _read_released(cls: type[Tensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func not in readers_without_values():
-        _raise_used()
+        _raise_released()
     with without_waiting():
         return func(*args, **(kwargs or {}))
 
@@ -56,9 +57,9 @@ def _released(cls: type[Tensor]) -> type[Tensor]:
     A program that reaches tensors of a wrapped model without the wrapper finds these: parameters and their local
     tensors, buffers, gradients, the state of an optimizer.
     """
-    refusals = {"__deepcopy__": _raise_used, "__reduce_ex__": _raise_used}
-    members = {"__slots__": (), "__torch_function__": classmethod(_read_released), **refusals}
-    return type(f"Released{cls.__name__}", (cls,), members)
+    members = {"__slots__": (), "__torch_function__": classmethod(_read_released), "__repr__": lambda self: "released"}
+    refusals = {"__deepcopy__": _raise_released, "__reduce_ex__": _raise_released}
+    return type(f"Released{cls.__name__}", (cls,), members | refusals)
 
 
 class ReleasedMemory:
@@ -71,8 +72,8 @@ class ReleasedMemory:
 
     def __init__(self, module: nn.Module, engine: Engine, step: Step, optimizers: Collection[Any]) -> None:
         self._module, self._engine, self._step, self._optimizers = module, engine, step, optimizers
-        # Of each released part: its storages with their sizes and values, and what puts visible tensors back. The main
-        # thread adds a part in `release`, and takes it out in `restore`.
+        # Of each released part: storages to restore, and calls that undo `_hide`. The main thread adds a part in
+        # `release`, and takes it out in `restore`.
         self._stored = dict[Part, list[_Storage]]()
         self._put_back = dict[Part, list[Callable[[], None]]]()
 
@@ -84,37 +85,43 @@ class ReleasedMemory:
             raise ConfigError("release() would free memory that nccl_ub has registered with NCCL; set nccl_ub=False")
         if "gradients" in parts:
             self._step.reject_mid_step("release() was called for gradients")
-        for optimizer in () if self._step.released else self._optimizers:
-            optimizer.finish_step()
+        if "model" in parts:
+            engine.parameters.check_may_write()
+        for optimizer in self._optimizers:
+            optimizer.conclude()
         if "model" in parts:
             engine.free_gathered()
         if "gradients" in parts:
             engine.gradients.free_unused()
         if streams.is_asynchronous(device):
             streams.synchronize()
-        store, stored, known = _Store(folder), dict[Part, list[_Storage]](), set[int]()
+        stored, seen = dict[Part, list[_Storage]](), set[int]()
         for part in parts:
             with without_waiting():
-                own = {one._cdata: one for one in self._storages(part, device) if one._cdata not in known}
-            known |= own.keys()
-            stored[part] = [_Storage(one, store) for one in own.values()]
+                storages = {one._cdata: one for one in self._storages(part, device) if one._cdata not in seen}
+            seen |= storages.keys()
+            stored[part] = [_Storage(one) for one in storages.values()]
         try:
             for part in parts:
                 for one in stored[part] if part != "gradients" or phase is not Phase.ZEROED else ():
-                    one.save()
-        except (OSError, RuntimeError) as error:  # torch's, where the host has no memory to pin
+                    one.save(folder)
+        except BaseException as error:
             if "model" in parts:
                 engine.allocate_gathered()
+            if not isinstance(error, OSError | RuntimeError | MemoryError):  # torch's, where no memory can be pinned
+                raise
+            place = folder or ("the host's memory" if device.type != "cpu" else tempfile.gettempdir())
             reason = getattr(error, "strerror", None) or error
             raise ShardstackError(
-                f"release() found no room in {store.place}: {reason}; give another folder=. Nothing was released"
+                f"release() found no room in {place}: {reason}; give another folder=. Nothing was released"
             ) from error
-        self._stored |= stored
         for part in parts:
+            self._stored[part], self._put_back[part] = stored[part], []
+            self._step.released.add(part)
             for one in stored[part]:
                 one.free()
-            self._put_back[part] = list(self._hide(part))
-            self._step.released.add(part)
+            for call in self._hide(part):
+                self._put_back[part].append(call)  # one by one: if the next raises, `restore` undoes these
         if streams.is_asynchronous(device):
             torch.accelerator.empty_cache()
         return sum(one.num_bytes for part in parts for one in stored[part])
@@ -131,15 +138,16 @@ class ReleasedMemory:
             if part == "model":
                 self._engine.allocate_gathered()
                 for optimizer in self._optimizers:
-                    optimizer.note_moved()
+                    optimizer.note_moved(set(self._module.parameters()))
             del self._stored[part], self._put_back[part]
             self._step.released.discard(part)
 
     def _storages(self, part: Part, device: torch.device) -> Iterator[Any]:
         """Yields the storages of a part on the device that torch can free, those of shared tensors several times."""
-        for tensor in map(local_part, self._tensors(part)):
+        for tensor in _plain(self._tensors(part)):
             storage = tensor.untyped_storage()
-            if tensor.device.type == device.type and storage.nbytes() > tensor.element_size() and storage.resizable():
+            can_free = storage.resizable() and (device.type != "cpu" or not storage.is_shared())  # on a GPU all are
+            if tensor.device.type == device.type and storage.nbytes() > tensor.element_size() and can_free:
                 yield storage
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
@@ -152,16 +160,16 @@ class ReleasedMemory:
         else:
             yield from self._state_tensors()
             for optimizer in self._optimizers:
-                yield from optimizer.held()
+                yield from optimizer.held(set(self._module.parameters()))
 
     def _state_tensors(self) -> Iterator[Tensor]:
-        """Yields what optimizers hold of each parameter: those of `shardstack.optimizer`, and torch's."""
-        own, parameters = set(self._optimizers), set(self._module.parameters())
-        for optimizer in own.union(known_optimizers()):
-            groups = optimizer.param_groups
-            if optimizer in own or any(p in parameters for group in groups for p in group["params"]):
-                for state in optimizer.state.values():
-                    yield from (value for value in state.values() if isinstance(value, Tensor))
+        """Yields what optimizers keep of each parameter: those of `shardstack.optimizer`, and torch's."""
+        keys = set[Tensor](self._module.parameters())
+        for optimizer in self._optimizers:
+            keys |= {main for parameter, main in optimizer.main_tensors().items() if parameter in keys}
+        for optimizer in {*self._optimizers, *known_optimizers()}:
+            of_parameters = [state for key, state in optimizer.state.items() if key in keys]
+            yield from (leaf for leaf in tree_leaves(of_parameters) if isinstance(leaf, Tensor))
 
     def _hide(self, part: Part) -> Iterator[Callable[[], None]]:
         """Lets what reads the values of a part raise. Yields what puts its tensors back."""
@@ -170,12 +178,15 @@ class ReleasedMemory:
                 torch.autograd.graph.increment_version(list(self._module.parameters()))
             for module in self._module.modules():
                 # Before the wrapper's own hooks, which gather.
-                yield module.register_forward_pre_hook(_raise_used, prepend=True).remove
+                yield module.register_forward_pre_hook(_raise_released, prepend=True).remove
         with without_waiting():
-            visible = list(self._visible(part))
-            visible += [tensor._local_tensor for tensor in visible if isinstance(tensor, DTensor)]
-            freed = [one for one in visible if (own := local_part(one)).nbytes > own.untyped_storage().nbytes()]
-        for tensor in freed:
+            visible = [(tensor, list(_plain([tensor]))) for tensor in self._visible(part)]
+            freed = [
+                one
+                for tensor, plain in visible
+                for one in ([tensor, *plain] if any(p.nbytes > p.untyped_storage().nbytes() for p in plain) else ())
+            ]
+        for tensor in dict.fromkeys(freed):
             yield partial(setattr, tensor, "__class__", type(tensor))
             tensor.__class__ = _released(type(tensor))
 
@@ -192,6 +203,16 @@ class ReleasedMemory:
             yield from (elements[0] for p in parameters if (elements := kept_range(p)) is not None)
 
 
+def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields tensors with memory of their own: those inside of a DTensor, or of another wrapper, in its place."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from _plain(one for one in inner if isinstance(one, Tensor))  # others are a DTensor's mesh
+        else:
+            yield tensor
+
+
 def _checked(what: Iterable[str], function: str) -> list[Part]:
     names = list(dict.fromkeys(what)) or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
@@ -199,62 +220,38 @@ def _checked(what: Iterable[str], function: str) -> list[Part]:
     return [part for part in PARTS if part in names]
 
 
-class _Store:
-    """Where the values of storages are kept: in pinned memory of the host, or in one file without a name.
+def _memory_for(num_bytes: int, device: torch.device, folder: str | None) -> Tensor:
+    """Returns memory for the bytes of a device: pinned, or for a CPU, or with a folder, a mapped file without a name.
 
-    Args:
-        folder: of the file. None is the host's memory for a device, and the system's folder for a CPU.
+    Raises:
+        OSError: the folder or its disk.
     """
-
-    def __init__(self, folder: str | None) -> None:
-        self._is_memory = folder is None and current_device().type != "cpu"
-        self.place = "the host's memory" if self._is_memory else folder or tempfile.gettempdir()
-        # The first `save` makes it. It is gone from the disk with the last storage that keeps the store.
-        self._file: IO[bytes] | None = None
-
-    def save(self, values: Tensor) -> Callable[[Tensor], object]:
-        """Keeps `[n]` bytes. Returns what copies them back into a tensor.
-
-        Raises:
-            OSError: the folder or its disk.
-        """
-        if self._is_memory:
-            kept = streams.pinned([len(values)], torch.uint8).copy_(values)
-            return lambda into: into.copy_(kept)
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self.place)  # noqa: SIM115
-        start = self._file.seek(0, os.SEEK_END)
-        self._file.write(shared_bytes(values.cpu()).data)
-        self._file.flush()
-        return partial(_read, self._file, start)
-
-
-def _read(file: Any, start: int, into: Tensor) -> None:
-    on_host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
-    file.seek(start)
-    file.readinto(shared_bytes(on_host).data)
-    if on_host is not into:
-        into.copy_(on_host)
+    if folder is None and device.type != "cpu":
+        return streams.pinned([num_bytes], torch.uint8)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping stays when the name goes
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # raises where a write to the mapping would end the process
+        return torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 class _Storage:
     """A storage that is freed, and its values. Values that are not saved are zeros."""
 
-    def __init__(self, storage: Any, store: _Store) -> None:
-        self._storage, self._store, self.num_bytes = storage, store, storage.nbytes()
-        # `save` sets it: what copies the values back.
-        self._load: Callable[[Tensor], object] = torch.zero_
+    def __init__(self, storage: Any) -> None:
+        self._storage, self.num_bytes = storage, storage.nbytes()
+        # `[num_bytes]` in uint8. `save` sets it.
+        self._saved: Tensor | None = None
 
     def _bytes(self) -> Tensor:
         """Returns the storage as a tensor of its own: what is written to it is no write to the tensors that share."""
         return torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
 
-    def save(self) -> None:
-        self._load = self._store.save(self._bytes())
+    def save(self, folder: str | None) -> None:
+        self._saved = _memory_for(self.num_bytes, self._storage.device, folder).copy_(self._bytes())
 
     def free(self) -> None:
         self._storage.resize_(0)
 
     def restore(self) -> None:
         self._storage.resize_(self.num_bytes)
-        self._load(self._bytes())
+        values = self._bytes()
+        values.zero_() if self._saved is None else values.copy_(self._saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
@@ -151,11 +151,9 @@ class AveragedWeights:
         if self._is_swapped:
             raise OptimizerError("the model holds averaged weights; leave `with average.swapped()` first")
 
-    def held(self) -> list[Tensor]:
-        """Returns this rank's part of each average, as it is in memory."""
-        columns = [column for p in self._optimizer.main_params if (column := self._column(p)) is not None]
-        stored = [tensor for column in columns for tensor in (column.values, *column.tensors().values())]
-        return [*self._averages.values(), *stored]
+    def held(self, params: Sequence[MainParam]) -> list[Tensor]:
+        """Returns this rank's part of the averages of some parameters that are in fp32."""
+        return [self._averages[p.main] for p in params if p.main in self._averages]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Returns the average of each parameter by name, as tensors of the whole model that share this rank's, or of

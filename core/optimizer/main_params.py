@@ -228,9 +228,9 @@ class WrittenParams:
         """Returns whether torch has counted a write since the last agreement. Waits for nothing."""
         return self._counts != [p.param._version for p in self._params]
 
-    def held(self) -> list[Tensor]:
-        """Returns what parameters are compared with."""
-        return self._sums
+    def held(self, params: Sequence[MainParam]) -> list[Tensor]:
+        """Returns what some of the parameters are compared with."""
+        return [sums for p, sums in zip(self._params, self._sums, strict=True) if p in params]
 
     @property
     def names(self) -> list[str]:

@@ -71,7 +71,7 @@ class MegatronOptimizer(OptimizerState):
         self._chunks = model_chunks
         self._wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
         self._note_params()
-        # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
+        # The outcome of the last step, while the device may still compute it. `start_step` sets it; `conclude` clears
         # it, and so does `_start_reduced` if the rule raised.
         self._pending: PendingOutcome | None = None
         # The caller's function for the outcome of `_pending`; None if none was given. Set and cleared with `_pending`.
@@ -138,7 +138,7 @@ class MegatronOptimizer(OptimizerState):
         Raises:
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
-        self._conclude()
+        self.conclude()
         if not isinstance(self.rule, SkippableRule):
             self._reduce_gradients()  # before hooks, which read gradients
         self._start_reduced(report, on_outcome=on_outcome)
@@ -239,12 +239,12 @@ class MegatronOptimizer(OptimizerState):
             ShardstackError: a wrapper has released the model or the state.
         """
         for wrapper in self._wrappers:
-            wrapper.step.reject_released("an optimizer's state", "model", "optimizer")
-        self._conclude()
+            wrapper.step.reject_released("finish_step(), or state of an optimizer,", "model", "optimizer")
+        self.conclude()
         self._has_unfinished_step = False
 
-    def _conclude(self) -> None:
-        """Waits for the last step's outcome, updates loss scale and step counts, and calls `_on_outcome`."""
+    def conclude(self) -> None:
+        """Takes the last step's outcome, waiting for it, unless that was done: loss scale, step counts, callback."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -362,7 +362,7 @@ class MegatronOptimizer(OptimizerState):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns `loss` times the loss scale, by which the step divides the gradients."""
         if isinstance(self.grad_scaler, DynamicGradScaler):
-            self._conclude()
+            self.conclude()
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -76,7 +76,7 @@ class Average(Protocol):
 
     def note_update(self, is_made: Tensor) -> None: ...
     def check_may_step(self) -> None: ...
-    def held(self) -> Sequence[Tensor]: ...
+    def held(self, params: Sequence[MainParam]) -> Sequence[Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
 
 
@@ -154,16 +154,20 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         """The trainable parameters, each with the tensor that this rank updates, in one order on all ranks."""
         return self._params
 
-    def held(self) -> Iterator[Tensor]:
-        """Yields this rank's masters, averages and what writes are found by: its memory besides `state`."""
-        yield from (p.main for p in self._params if p.is_copied)
-        yield from self._written_params.held()
-        yield from self.average.held() if self.average is not None else ()
+    def held(self, of: Container[nn.Parameter]) -> Iterator[Tensor]:
+        """Yields what this rank keeps of some parameters besides `state`: masters, averages, what writes are found
+        by."""
+        params = [p for p in self._params if p.param in of]
+        yield from (p.main for p in params if p.is_copied)
+        yield from self._written_params.held(params)
+        yield from self.rule.stored.tensors(params) if self.rule.stored is not None else ()
+        yield from self.average.held(params) if self.average is not None else ()
 
-    def note_moved(self) -> None:
-        """Takes note that a wrapper has brought the memory of parameters back, at other addresses."""
+    def note_moved(self, parameters: Container[nn.Parameter]) -> None:
+        """Takes note that a wrapper has brought the memory of its parameters back, at other addresses."""
         for p in self._params:
-            p.note_storage()
+            if p.param in parameters:
+                p.note_storage()
 
     def main_tensors(self) -> dict[nn.Parameter, Tensor]:
         """Returns the tensor that is updated for each trainable parameter, as it is in `param_groups`."""

@@ -33,7 +33,6 @@ Adapters = Literal["merge", "only"]
 
 _PEFT = "base_model.model."
 _LOW_IN, _LOW_OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
-_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     **dict.fromkeys(
@@ -95,8 +94,14 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
         architecture = architecture_of(model)
         yield from hf_recipes(choose_layout(architecture), architecture)
         return
+    added = added_names(model, views)
+    if names == "hugging_face" and hasattr(model, "get_base_model") and not added:
+        raise ConfigError("of PEFT's adapters only those of layers go out here; give the base model")
+    in_base = added and names == "hugging_face"
+    own = [name for name in views if not (is_adapter(name) or name in added)]
+    sources = {name: name_without_adapters(name) if in_base else name for name in own}
     kind = getattr(getattr(model, "config", None), "model_type", "")
-    stacks = names == "hugging_face" and kind != "gpt_oss" and any(name.endswith(_STACKED) for name in views)
+    stacks = names == "hugging_face" and kind != "gpt_oss" and any(map(_is_stacked, sources.values()))
     if stacks and kind not in _EXPERTS:
         raise ConfigError(
             f"a model of type {kind!r} keeps its experts as 3-D tensors, and whether its files do is not known here; "
@@ -104,19 +109,13 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
         )
     block, weights = _EXPERTS[kind] if stacks else ("mlp", ())
     gated = isinstance(model, GPTModel) and model.config.gated_linear_unit and names == "megatron"
-    added = added_names(model, views)
-    if names == "hugging_face" and hasattr(model, "get_base_model") and not added:
-        raise ConfigError("of PEFT's adapters only those of layers go out here; give the base model")
-    for name, view in views.items():
-        if is_adapter(name) or name in added:
-            continue
-        in_base = added and names == "hugging_face"
-        source = _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer.", ".")) if in_base else name
-        source, rows = source.replace(".mlp.", f".{block}."), view.shape[0] if view.dim() else 1
+    for name, source in sources.items():
+        view, source = views[name], source.replace(".mlp.", f".{block}.")
+        rows = view.shape[0] if view.dim() else 1
         if gated and ".linear_fc1." in name and view.dim() < 3:
             half = rows // 2
             yield Recipe(name, (Run(name, half, 0, 2), Run(name, half, 1, 2, half)))
-        elif stacks and name.endswith(_STACKED):
+        elif stacks and _is_stacked(source):
             stem, _, last = source.rpartition(".")
             parts = weights[:2] if last == "gate_up_proj" else weights[2:]
             rows = view.shape[1] // len(parts)
@@ -125,6 +124,10 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
             yield Recipe(name, tuple(runs))
         else:
             yield Recipe(name, (Run(source, rows),))
+
+
+def _is_stacked(name: str) -> bool:
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def _updates(model: nn.Module) -> Iterator[tuple[str, _Update]]:
@@ -163,6 +166,11 @@ def _adapters_only(views: Mapping[str, Tensor], recipes: Sequence[Recipe], names
                 stem = _PEFT + tensor.name.removesuffix(".weight")
                 # Queries, keys and values share the factor next to the input; so do gate and up.
                 yield replace(tensor if is_out else as_it_is, name=f"{stem}.lora_{'B' if is_out else 'A'}.weight")
+
+
+def name_without_adapters(name: str) -> str:
+    """Returns the name in the base model of a tensor of one with adapters of PEFT. Returns any other name as it is."""
+    return _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer", ""))
 
 
 def _without_adapter_name(name: str) -> str:

@@ -7,8 +7,9 @@ unmerged, and nothing drifts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,27 +22,26 @@ Merge = tuple[tuple[str, ...], Callable[[Mapping[str, Tensor]], Tensor]]
 """Names of the tensors that a merged one is made of, the first of the same dtype, and what makes it of them."""
 
 
-def added_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+def added_names(model: nn.Module, names: Container[str]) -> set[str]:
     """Returns the names of tensors that adapters of PEFT add to a model, or that an active one takes the place of.
 
     Raises:
         ConfigError: an adapter that replaces a part of a module.
     """
-    added, names = set[str](), list(names)
+    added = set[str]()
     for stem, module in model.named_modules():
         if _is_adapted(module):
             kept = f"{stem}.base_layer."
+        elif "modules_to_save" in module._modules:
+            active: Any = not module.disable_adapters and module.active_adapters
+            kept = f"{stem}.modules_to_save.{active[0]}." if active else f"{stem}.original_module."
         elif "original_module" in module._modules:
-            if "modules_to_save" not in module._modules:
-                raise ConfigError(
-                    f"{stem} is trained in part by an adapter of PEFT, and cannot be merged here; merge it by PEFT"
-                )
-            active: Any = module.active_adapters
-            is_off = module.disable_adapters or not active
-            kept = f"{stem}.original_module." if is_off else f"{stem}.modules_to_save.{active[0]}."
+            raise ConfigError(
+                f"{stem} is trained in part by an adapter of PEFT, and cannot be merged here; merge it by PEFT"
+            )
         else:
             continue
-        added.update(name for name in names if name.startswith(f"{stem}.") and not name.startswith(kept))
+        added.update(name for name in _names_in(module, stem) if name in names and not name.startswith(kept))
     return added
 
 
@@ -59,53 +59,51 @@ def merges_of(model: nn.Module, views: Mapping[str, Tensor]) -> Iterator[tuple[s
     for stem, module in model.named_modules():
         if not _is_adapted(module) or stem.startswith(outer):
             continue
-        outer = f"{stem}."
-        names = sorted((name for name in views if name.startswith(outer)), key=added.__contains__)
+        outer = f"{stem}."  # what is adapted twice is merged at once
+        names = [name for name in _names_in(module, stem) if name in views]
         metas = {name: torch.empty(views[name].shape, dtype=views[name].dtype, device="meta") for name in names}
         for name in names:
             if name in added:
-                break
+                continue
             try:
-                _merge(module, stem, name, metas)
+                _merged(module, stem, name, metas)
             except Exception as error:
                 raise ConfigError(
                     f"{name} has an adapter that cannot be merged here ({type(error).__name__}: {first_line(error)}); "
                     "merge it by PEFT, or use adapters='only'"
                 ) from error
-            # Tensors of one dtype have equal sources, so that a layer is gathered once.
-            sources = sorted(names, key=partial(_differs, views, views[name].dtype))
-            yield name, (tuple(sources), partial(_merge, module, stem, name))
-
-
-def _differs(views: Mapping[str, Tensor], dtype: torch.dtype, name: str) -> bool:
-    return views[name].dtype != dtype
+            sources = (name, *(other for other in names if other != name))
+            yield name, (sources, partial(_merged, module, stem, name))
 
 
 def _is_adapted(module: nn.Module) -> bool:
     return "base_layer" in module._modules and hasattr(module, "merged_adapters")
 
 
+def _names_in(module: nn.Module, stem: str) -> list[str]:
+    tensors = chain(module.named_parameters(stem, remove_duplicate=False), module.named_buffers(stem))
+    return [name for name, _ in tensors]
+
+
 @torch.no_grad()
-def _merge(layer: nn.Module, stem: str, name: str, wholes: Mapping[str, Tensor]) -> Tensor:
+def _merged(layer: nn.Module, stem: str, name: str, wholes: Mapping[str, Tensor]) -> Tensor:
     """Returns a tensor of a layer after PEFT's `merge` of the active adapters."""
     filled = _with_tensors(layer, stem, wholes)
-    for module in filled.modules():
-        if _is_adapted(module):
-            cast(Any, module).merge()
+    for module in filter(_is_adapted, filled.modules()):
+        cast(Any, module).merge()
     return filled.get_parameter(name.removeprefix(f"{stem}."))
 
 
 def _with_tensors(module: nn.Module, stem: str, wholes: Mapping[str, Tensor]) -> nn.Module:
     """Returns a copy of a module that has copies of whole tensors in the place of its own."""
     filled = copy.copy(module)
-    state = vars(filled)
-    state |= {key: copy.copy(value) for key, value in state.items() if type(value) in (dict, list)}
+    vars(filled).update({key: copy.copy(v) for key, v in vars(module).items() if type(v) in (dict, list)})
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            state["_parameters"][name] = nn.Parameter(wholes[f"{stem}.{name}"].clone(), requires_grad=False)
-    for name in module._buffers:
-        state["_buffers"][name] = wholes.get(f"{stem}.{name}", module._buffers[name])
+            filled._parameters[name] = nn.Parameter(wholes[f"{stem}.{name}"].clone(), requires_grad=False)
+    for name, buffer in module._buffers.items():
+        filled._buffers[name] = wholes.get(f"{stem}.{name}", buffer)
     for name, child in module._modules.items():
         if child is not None:
-            state["_modules"][name] = _with_tensors(child, f"{stem}.{name}", wholes)
+            filled._modules[name] = _with_tensors(child, f"{stem}.{name}", wholes)
     return filled

@@ -59,11 +59,11 @@ class Server:
     def __init__(self, device):
         self.model = build().to(device).eval()
 
-    def take(self, weights):
-        self.model.load_state_dict(dict(weights))
+    def take(self, name, tensor):
+        self.model.state_dict()[name].copy_(tensor)  # it shares the model's memory
 
     def patch(self, patches):
-        tensors = self.model.state_dict()  # they share the model's memory
+        tensors = self.model.state_dict()
         for patch in patches:
             patch.check(tensors[patch.name])
             patch.apply(tensors[patch.name])
@@ -74,26 +74,26 @@ class Server:
         torch.manual_seed(number)
         tokens = torch.arange(PROMPTS, device=current_device()).repeat_interleave(SAMPLES)[:, None]
         while tokens.shape[1] <= LENGTH:
-            odds = self.model(tokens)[:, -1].float().softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(odds, 1)], 1)
+            probabilities = self.model(tokens)[:, -1].float().softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)], 1)
         with record(self.model) as experts:
-            chances = log_probabilities(self.model, tokens)
-        return tokens, chances, experts[0]
+            old_log_probs = log_probabilities(self.model, tokens)
+        return tokens, old_log_probs, experts[0]
 
 
 def sampled(server, number):
     """Returns what the first rank's server samples, on all ranks."""
     shape = (PROMPTS * SAMPLES, LENGTH)
     if server is not None:
-        tokens, chances, experts = server.sample(number)
+        tokens, old_log_probs, experts = server.sample(number)
     else:
         device = current_device()
         tokens = torch.empty(shape[0], LENGTH + 1, dtype=torch.int64, device=device)
-        chances = torch.empty(shape, device=device)
+        old_log_probs = torch.empty(shape, device=device)
         experts = torch.empty(*shape, 2, 2, dtype=torch.int32, device=device)
-    for tensor in (tokens, chances, experts.contiguous()):
+    for tensor in (tokens, old_log_probs, experts.contiguous()):
         dist.broadcast(tensor, 0)
-    return tokens, chances, experts
+    return tokens, old_log_probs, experts
 
 
 def advantages(tokens):
@@ -111,17 +111,17 @@ def main(strategy="optim_grads_params", rounds="20"):
     torch.manual_seed(1)
     gpt = build().to(current_device())
     settings = WRAPPERS.get(strategy) or DistributedDataParallelConfig
-    given = {} if strategy in WRAPPERS else {"data_parallel_sharding_strategy": strategy}
-    model = wrap_model(gpt, gpt.config, settings(**given))
+    options = {} if strategy in WRAPPERS else {"data_parallel_sharding_strategy": strategy}
+    model = wrap_model(gpt, gpt.config, settings(**options))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0), [model])
 
     server = Server(current_device()) if rank == 0 else None
     stream = WeightStream(model, "module", receivers=[0])
     patches = PatchStream(stream)
     patches.restart()
-    whole = [(name, tensor.clone()) for name, tensor in stream]
-    if server is not None:
-        server.take(whole)
+    for name, tensor in stream:
+        if server is not None:
+            server.take(name, tensor)
     patches.acknowledge()
 
     for number in range(int(rounds)):
@@ -131,22 +131,22 @@ def main(strategy="optim_grads_params", rounds="20"):
         patches.acknowledge()
 
         freed = model.release()
-        tokens, chances, experts = sampled(server, number)
+        tokens, old_log_probs, experts = sampled(server, number)
         model.restore()
 
         reward, above = advantages(tokens)
         own = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
         model.zero_grad_buffer()
         with replay(model, experts[own]):
-            now = log_probabilities(model, tokens[own])
-        ratio = (now - chances[own]).exp()
+            log_probs = log_probabilities(model, tokens[own])
+        ratio = (log_probs - old_log_probs[own]).exp()
         gain = torch.minimum(ratio * above[own, None], ratio.clamp(1 - CLIP, 1 + CLIP) * above[own, None])
         (-gain.mean()).backward()
         finalize_model_grads([model])
         optimizer.step()
-        apart = (now - chances[own]).abs().max().item()
+        difference = (log_probs - old_log_probs[own]).abs().max().item()
         if rank == 0:
-            print(f"round {number}: reward {reward:.3f}, freed {freed} bytes, off by {apart:.0e}", flush=True)
+            print(f"round {number}: reward {reward:.3f}, freed {freed} bytes, off by {difference:.0e}", flush=True)
     dist.destroy_process_group()
 
 

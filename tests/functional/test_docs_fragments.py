@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from core.adapters.bridge.checkpoints import whole_state_dict
 from tests.functional.test_docs import FRAGMENT
 from tests.unit._program import REPOSITORY, programs_in, run_program
 from tests.unit._spawn import on_ranks
@@ -42,7 +45,41 @@ def _accelerate() -> Iterator[Context]:
         shutil.rmtree(names[0], ignore_errors=True)
 
 
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {"trainer-and-accelerate": _accelerate}
+@contextmanager
+def _prime_rl() -> Iterator[Context]:
+    """Stubs of prime-rl's classes and functions. What its wire and its folder hold in the end is the model."""
+    from core.distributed import FullyShardedDataParallelConfig, wrap_model
+
+    model = wrap_model(tiny("llama", tied=False), None, FullyShardedDataParallelConfig())
+    world, sent = SimpleNamespace(is_master=dist.get_rank() == 0), list[Any]()
+    sender = type("NCCLWeightBroadcastSender", (), {"world": world, "dtype": torch.float32, "communicator": sent})
+    context: Context = {
+        "NCCLWeightBroadcastSender": sender, "WeightBroadcast": SimpleNamespace, "get_world": lambda: world,
+        "broadcast_integer": lambda number, wire: wire.append(number),
+        "broadcast_state_dict": lambda tensors, wire: wire.append({name: t.clone() for name, t in tensors.items()}),
+        "get_broadcast_dir": lambda folder: folder / "broadcasts",
+        "get_step_path": lambda folder, step: folder / f"step_{step}",
+    }  # fmt: skip
+    yield context
+    context["Sender"]().broadcast_weights(model, 1)
+    weights = whole_state_dict(model)
+    if world.is_master:
+        assert sent.pop(0) == len(sent)
+        got = {name: tensor for tensors in sent for name, tensor in tensors.items()}
+        assert got.keys() == weights.keys() and all(torch.equal(got[name], t) for name, t in weights.items())
+    names = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names, 0)
+    context["Files"](output_dir=Path(names[0])).broadcast_weights(model, 3)
+    files = {path.name for path in Path(names[0], "broadcasts", "step_3").iterdir()} if world.is_master else set()
+    dist.barrier()
+    shutil.rmtree(names[0], ignore_errors=True)
+    assert not world.is_master or files >= {"STABLE", "config.json", "model.safetensors"}, files
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {
+    "trainer-and-accelerate": _accelerate,
+    "post-training": _prime_rl,
+}
 
 
 def _fragments() -> list[tuple[str, str]]:

@@ -24,7 +24,6 @@ from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
-from ...distributed import _BaseDataParallel
 from .trained import Trained
 
 
@@ -116,7 +115,7 @@ def load_trained(
         updates.load_state_scalars(metadata["optimizer"])
     for state in streams.values():
         set_packed_rng_state(state)
-    trained.wrapper.engine.updated()
+    trained.updated()
 
 
 def _own_streams() -> dict[str, Tensor]:
@@ -143,12 +142,12 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
 
 
-def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, Tensor]) -> None:
-    """Copies what a plain model of this kind has saved into the wrapped one. Every rank gives the whole tensors.
+def load_whole_state_dict(trained: Trained, state_dict: Mapping[str, Tensor]) -> None:
+    """Copies what a plain model of this kind has saved into the trained one. Every rank gives the whole tensors.
 
     Raises:
         CheckpointError: names that only one of them has, but for tied ones; before anything is changed.
     """
-    wrapper.engine.parameters.settle()
-    load_model_state_dict(unwrap_model(wrapper), state_dict)
-    wrapper.engine.updated()
+    settle_parameters(trained.wrapper)
+    load_model_state_dict(unwrap_model(trained.wrapper), state_dict)
+    trained.updated()

@@ -197,3 +197,7 @@ class Trained:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
         self.wrapper.engine.parameters.settle()
         return model_state_dict(unwrap_model(self.wrapper))
+
+    def updated(self) -> None:
+        """Notes that the model's tensors were loaded."""
+        self.wrapper.engine.updated()

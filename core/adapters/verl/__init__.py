@@ -2,6 +2,7 @@
 
 settings     the engine's config: verl's for FSDP, with a sharding strategy
 engine       the engines for language models and value heads, over verl's own for FSDP
+routing      the experts of a mixture, recorded and replayed
 exports      weights out of an engine: whole tensors, shards, and shards' changes
 checkpoints  what verl saves and loads, in a folder that any strategy and number of ranks continues from
 """

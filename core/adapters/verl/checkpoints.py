@@ -40,14 +40,10 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
         super().__init__(trained.wrapper, trained.optimizer, lr_scheduler, processing_class, checkpoint_config)
         self.trained, self.ranks = trained, Ranks()
         check_settings(checkpoint_config, "verl checkpoint")
-        for field, also in (("save_contents", {"hf_model"}), ("load_contents", set())):
-            contents = getattr(self, f"checkpoint_{field}")
-            if unknown := sorted(set(contents) - {"model", "optimizer", "extra"} - also):
-                raise ConfigError(f"checkpoint.{field} has {unknown[0]!r}, which this engine does not have; drop it")
-            if "model" not in contents:
-                raise ConfigError(
-                    f"checkpoint.{field} is {list(contents)}, without 'model', which all belong to; add it"
-                )
+        for contents, also in ((self.checkpoint_save_contents, ["hf_model"]), (self.checkpoint_load_contents, [])):
+            known = ["model", "optimizer", "extra", *also]
+            if "model" not in contents or set(contents) - set(known):
+                raise ConfigError(f"contents of checkpoints are {list(contents)}; list 'model', and any of {known}")
 
     def save_checkpoint(
         self,
@@ -59,17 +55,18 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
         """Writes a checkpoint, and removes those of this run that are too many. Collective.
 
         Raises:
-            CheckpointError: on all ranks: it cannot be written, or a path of HDFS is given.
+            CheckpointError: on all ranks: it cannot be written.
+            ParallelConfigError: a path of HDFS is given.
         """
-        _reject_hdfs(hdfs_path)
+        check_settings({"hdfs_path": hdfs_path}, "verl checkpoint path")
         if local_path is None:
             return
-        self.previous_global_step = global_step
         if self.ranks.is_first:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         tensors = saved_tensors(self.trained) if self.should_save_lora_only else self.trained.model_tensors()
         parts = {"with_optimizer": self.should_save_optimizer, "with_streams": self.should_save_extra}
-        values = {"lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "global_step": global_step}
+        values = {"save_contents": list(self.checkpoint_save_contents), "global_step": global_step}
+        values["lr_scheduler"] = self.lr_scheduler and self.lr_scheduler.state_dict()
         save_trained(checkpoint_folder(local_path), self.trained, tensors, **parts, metadata=values)
         folder = Path(local_path) / _HUGGING_FACE
         self.ranks.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -97,16 +94,15 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
             CheckpointError: on all ranks, before anything is changed: it is missing, damaged, of another model, or
                 lacks what ``load_contents`` lists.
         """
-        _reject_hdfs(hdfs_path)
+        check_settings({"hdfs_path": hdfs_path}, "verl checkpoint path")
         if local_path is None:
             return
         folder = checkpoint_folder(local_path)
         contents = self.ranks.from_first(lambda: read_index(existing_folder(folder)).metadata)
-        for wanted, key in (("optimizer", "optimizer"), ("extra", "ranks")):
-            if wanted in self.checkpoint_load_contents and key not in contents and self.trained.updates is not None:
-                raise CheckpointError(
-                    f"{folder} was saved without {wanted!r}, which checkpoint.load_contents lists; drop it there"
-                )
+        if lacking := sorted(set(self.checkpoint_load_contents) - set(contents["save_contents"])):
+            raise CheckpointError(
+                f"{folder} was saved without {', '.join(lacking)}, which checkpoint.load_contents lists; drop it there"
+            )
         tensors = saved_tensors(self.trained)
         if sorted(named_for_checkpoint(tensors, {})) != contents["model_tensors"]:  # not of adapters alone
             tensors = self.trained.model_tensors()
@@ -114,10 +110,3 @@ class ShardstackCheckpointManager(BaseCheckpointManager):
         load_trained(folder, self.trained, tensors, **parts)
         if self.should_load_extra and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(contents["lr_scheduler"])
-
-
-def _reject_hdfs(hdfs_path: str | None) -> None:
-    if hdfs_path is not None:
-        raise CheckpointError(
-            f"{hdfs_path} is given, and checkpoints are folders of a file system that ranks share; copy them after"
-        )

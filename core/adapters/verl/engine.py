@@ -1,44 +1,36 @@
 """The engines ``shardstack`` of verl: those for FSDP, with this library's wrapper around the model.
 
 Batches, packed sequences, losses and Ulysses are verl's. Here are the wrapper, gradients, the optimizer's step,
-checkpoints, weights for the rollout, and sleep.
+replayed experts, checkpoints, weights for the rollout, and sleep.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from verl.utils.device import get_device_id, get_device_name
-from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import (
-    EngineEvalModeCtx,
-    EngineTrainModeCtx,
-    FSDPEngineWithLMHead,
-    FSDPEngineWithValueHead,
-)
+from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithValueHead
+from verl.workers.engine.spec import ShardSpec
 
 from ...base.errors import ConfigError, OptimizerError
 from ...base.module_protocol import unwrap_model
 from ...distributed import _BaseDataParallel
 from ..bridge.trained import Trained
-from ..bridge.translation import check_settings
 from .checkpoints import ShardstackCheckpointManager
-from .exports import Named, Shards, whole_tensors
+from .exports import delta_entry, shards, whole_tensors
+from .routing import RoutedSteps
 from .settings import BACKEND, ShardstackEngineConfig
 
-_DEVICES = ["cuda", "cpu"]
-
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class ShardstackEngine(FSDPEngineWithLMHead):
+class ShardstackEngine(RoutedSteps):
     """What both engines share. Their interface is that of verl's `BaseEngine`.
 
     Attributes:
@@ -46,15 +38,9 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         trained: the wrapped model, its optimizer, and what runs a step.
     """
 
-    def __init__(self, model_config: Any, engine_config: Any, *configs: Any, **named_configs: Any) -> None:
-        if not isinstance(engine_config, ShardstackEngineConfig):
-            raise ConfigError(
-                f"the engine got a {type(engine_config).__name__}; give _target_: "
-                "shardstack.adapters.verl.ShardstackEngineConfig in its config"
-            )
-        check_settings(model_config, "verl model")
-        super().__init__(model_config, engine_config, *configs, **named_configs)
-        self._is_waking = False  # while a mode is entered, whose call of `to` wakes: `_entered` sets it
+    def __init__(self, model_config: Any, engine_config: ShardstackEngineConfig, *configs: Any, **more: Any) -> None:
+        engine_config.check_model(model_config)
+        super().__init__(model_config, engine_config, *configs, **more)
 
     # ---- building
 
@@ -64,7 +50,7 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         self.checkpoint_manager = ShardstackCheckpointManager(
             self.trained, self.lr_scheduler, self.model_config.get_processor(), self.checkpoint_config
         )
-        self.to("cpu", self._is_offload_param, self._is_offload_optimizer, self._is_offload_param)
+        self._move(self._offloaded, wakes=False)
 
     def _build_fsdp_module(self, module: nn.Module) -> _BaseDataParallel:
         if hasattr(module, "v_head"):
@@ -77,15 +63,12 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         device = torch.device(get_device_id())
         # Where verl left the model on the meta device, the wrapper brings the first rank's values.
         is_empty = any(parameter.is_meta for parameter in module.parameters())
-        wrapper = self.engine_config.plugin().wrap(module.to_empty(device=device) if is_empty else module.to(device))
-        self.trained = Trained(wrapper)
+        module = module.to_empty(device=device) if is_empty else module.to(device)
+        self.trained = Trained(self.engine_config.plugin().wrap(module))
         return self.trained.wrapper
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer_config.clip_grad is None:
-            raise ConfigError("optim.clip_grad is None; give a norm, or float('inf') to measure it alone")
-        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer: torch.optim.Optimizer = build_optimizer(trainable, self.optimizer_config)
+        optimizer: torch.optim.Optimizer = super()._build_optimizer(module)
         self.trained.take(optimizer)
         if self.trained.updates is None:
             raise OptimizerError(
@@ -96,10 +79,8 @@ class ShardstackEngine(FSDPEngineWithLMHead):
 
     # ---- a step
 
-    @contextmanager
-    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
-        with nullcontext() if is_last_micro_batch else self.module.no_sync():
-            yield
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last_micro_batch else self.module.no_sync()
 
     def optimizer_zero_grad(self) -> None:
         """Zeroes gradients."""
@@ -108,46 +89,42 @@ class ShardstackEngine(FSDPEngineWithLMHead):
     def optimizer_step(self) -> float:
         """Reduces gradients, unless backward has, clips them, and updates. Returns their norm before clipping.
 
-        A norm that is not finite skips the update.
+        A norm that is not finite skips the update. Without ``clip_grad`` the norm is measured alone.
         """
         self.trained.finish_sums()
-        norm = float(self.trained.norm.clip(self.optimizer_config.clip_grad))
-        if math.isfinite(norm):
-            self.trained.step()
-        else:
-            logger.warning("the gradient's norm is %s; the update is skipped", norm)
-            self.module.zero_grad_buffer()
-        return norm
+        limit = self.optimizer_config.clip_grad
+        norm = self.trained.norm.clip(math.inf if limit is None else limit)
+        self.trained.step()
+        return float(norm)
 
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """Runs the model without its adapters inside. Does nothing without adapters."""
         model: Any = unwrap_model(self.module)
-        return model.disable_adapter() if hasattr(model, "peft_config") else nullcontext()
+        return model.disable_adapter() if self._is_lora else nullcontext()
 
     # ---- sleep
 
+    @property
+    def _offloaded(self) -> set[str]:
+        """Parts that sleep between phases."""
+        parts = {"model", "gradients"} if self._is_offload_param else set()
+        return parts | ({"optimizer"} if self._is_offload_optimizer else set())
+
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Trains inside: wakes what is offloaded, and puts it to sleep after."""
-        return self._entered(EngineTrainModeCtx(self, **kwargs))
+        return self._mode(EngineTrainModeCtx, self._offloaded, **kwargs)
 
     def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Runs forward inside: wakes the model if it is offloaded, and puts it to sleep after."""
-        return self._entered(EngineEvalModeCtx(self, **kwargs))
+        return self._mode(EngineEvalModeCtx, self._offloaded & {"model"}, **kwargs)
 
     @contextmanager
-    def _entered(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            self._is_waking = True
-            try:
-                stack.enter_context(mode)
-            finally:
-                self._is_waking = False
+    def _mode(self, kind: Any, parts: set[str], disable_auto_offload: bool = False, **kwargs: Any) -> Iterator[None]:
+        with self._awake(set() if disable_auto_offload else parts), kind(self, disable_auto_offload=True, **kwargs):
             yield
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Puts parts of the engine to sleep, with ``cpu``, or wakes them, with the device's name or ``device``.
-
-        Where the device is the CPU, ``cpu`` is sleep too, but for the call with which verl enters a mode.
 
         Raises:
             ConfigError: another device.
@@ -156,23 +133,26 @@ class ShardstackEngine(FSDPEngineWithLMHead):
         if device not in (get_device_name(), "device", "cpu"):
             raise ConfigError(f"to was given {device!r}; it takes {get_device_name()!r} or 'cpu'")
         moves = {"model": model, "optimizer": optimizer, "gradients": grad}
-        parts = {part for part, is_asked in moves.items() if is_asked}
-        parts &= {"model"} if self.engine_config.forward_only else parts
-        self._move(parts, wakes=device != "cpu" or self._is_waking)
+        self._move({part for part, is_moved in moves.items() if is_moved}, wakes=device != "cpu")
 
     def _move(self, parts: set[str], *, wakes: bool) -> None:
         if parts:
             (self.module.restore if wakes else self.module.release)(*sorted(parts))
 
     @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Wakes what is asleep, and puts it to sleep again after."""
-        asleep = set(self.module.step.released)
-        self._move(asleep, wakes=True)
+    def _awake(self, parts: set[str] | None = None) -> Iterator[None]:
+        """Wakes parts, by default those that sleep, and puts them to sleep after."""
+        parts = set(self.module.step.released) if parts is None else parts
+        self._move(parts, wakes=True)
         try:
             yield
         finally:
-            self._move(asleep, wakes=False)
+            self._move(parts, wakes=False)
+
+    def _while_awake(self, stream: Iterator[T]) -> Iterator[T]:
+        """Yields what the stream, whose first item begins it, yields of a model that is awake."""
+        with self._awake():
+            yield from stream
 
     # ---- checkpoints
 
@@ -190,53 +170,38 @@ class ShardstackEngine(FSDPEngineWithLMHead):
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
-    ) -> tuple[Named, dict[str, Any] | None]:
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Returns whole tensors, one at a time on every rank, and PEFT's config where adapters go out by themselves.
 
         Args:
             layered_summon: changes nothing: no more than a bucket of whole tensors is gathered in any case.
             base_sync_done: the server has the base model, and gets adapters alone.
         """
+        model: Any = unwrap_model(self.module)
         merges = bool(self._is_lora and self.model_config.lora.get("merge", False))
-        configs = getattr(unwrap_model(self.module), "peft_config", None)
-        config = None if merges or configs is None else configs["default"].to_dict()
-        return self._while_awake(lambda: whole_tensors(self.trained, merges, base_sync_done)), config
+        config = model.peft_config["default"].to_dict() if self._is_lora and not merges else None
+        return self._while_awake(whole_tensors(self.trained, merges, base_sync_done)), config
 
-    def _while_awake(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        with self._awake():
-            yield from make()
-
-    def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
         """Returns this rank's part of each tensor in bf16, flat, with its place, and no config.
+
+        verl's `prime_delta_snapshots` and `get_per_tensor_param_delta_shard` take it too.
 
         Raises:
             ConfigError: the model has adapters.
         """
-        self._reject_adapters()
-        return self._while_awake(lambda: iter(Shards(self.module))), None
+        if self._is_lora:
+            raise ConfigError("shards were asked for of a model with adapters; sync whole tensors instead")
+        return self._while_awake(shards(self.module)), None
 
-    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """Returns what changed since the last call or `prime_delta_snapshots`, in Hugging Face's coordinates.
-
-        Raises:
-            ConfigError: the model has adapters, or `prime_delta_snapshots` was not called.
-        """
-        self._reject_adapters()
-        snapshots = getattr(self, "_delta_shard_snap", None)  # `prime_delta_snapshots` makes it
-        if snapshots is None:
-            raise ConfigError("deltas were asked for without a base; call prime_delta_snapshots after a full sync")
-        return self._while_awake(lambda: Shards(self.module).changes(snapshots)), None
-
-    def _reject_adapters(self) -> None:
-        if hasattr(unwrap_model(self.module), "peft_config"):
-            raise ConfigError("shards and deltas were asked for of a model with adapters; sync whole tensors instead")
+    _hf_delta_entry = staticmethod(delta_entry)
 
 
-@EngineRegistry.register("language_model", BACKEND, _DEVICES)
+@EngineRegistry.register("language_model", BACKEND, ["cuda", "cpu"])
 class ShardstackEngineWithLMHead(ShardstackEngine):
     """Trains policies, and language models by SFT: verl's ``language_model``."""
 
 
-@EngineRegistry.register("value_model", BACKEND, _DEVICES)
+@EngineRegistry.register("value_model", BACKEND, ["cuda", "cpu"])
 class ShardstackEngineWithValueHead(ShardstackEngine, FSDPEngineWithValueHead):
     """Trains critics: verl's ``value_model``."""

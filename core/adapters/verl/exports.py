@@ -12,7 +12,6 @@ from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.engine.spec import ShardSpec, translate_flat_indices
-from verl.workers.engine.utils import hf_delta_export
 
 from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing.gathering import TensorStream
@@ -21,10 +20,8 @@ from ...distributed import _BaseDataParallel
 from ...weights import WeightStream
 from ..bridge.trained import Trained
 
-Named = Iterator[tuple[str, Tensor]]
 
-
-def whole_tensors(trained: Trained, merges: bool, base_sync_done: bool) -> Named:
+def whole_tensors(trained: Trained, merges: bool, base_sync_done: bool) -> Iterator[tuple[str, Tensor]]:
     """Yields what a rollout server loads: whole tensors on every rank, one at a time.
 
     Args:
@@ -50,56 +47,42 @@ def renamed(name: str, model: Any) -> str:
     return next(iter(convert_weight_keys({name: None}, model)))  # type: ignore[no-any-return]
 
 
-class Shards:
-    """This rank's pieces of a model, in bf16 as on verl's wire, and how they lie in whole tensors.
+def shards(wrapper: _BaseDataParallel) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+    """Yields name, this rank's elements in bf16, and place of each tensor, in an order that is equal on every rank.
+
+    A place lists in ``hf_slots`` what goes out of the tensor: itself, or experts one by one, which follow each other
+    in it.
 
     Args:
         wrapper: a wrapped model without adapters.
     """
+    model, stream = unwrap_model(wrapper), WeightStream(wrapper, dtype=torch.bfloat16)
+    slots: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for tensor in stream.outgoing:
+        slots.setdefault(tensor.sources[0], []).append((renamed(tensor.name, model), tuple(tensor.shape)))
+    stream.check_between_steps()
+    for name, view in stream.views.items():
+        spec = ShardSpec.from_param(view)
+        if isinstance(view, FlatRange):
+            groups = wrapper.plan.groups.of(model.get_parameter(name))
+            offsets = view.boxes[0][0] if view.boxes else ()
+            strides = torch.empty(view.shape, device="meta").stride()
+            spec.place = sum(offset * stride for offset, stride in zip(offsets, strides, strict=False))
+            spec.gather_group = groups.shard
+            spec.contributes = groups.replicate is None or groups.replicate.rank() == 0
+        spec.hf_slots = slots[name]
+        yield name, local_tensor(view).to(stream.dtypes[name]).reshape(-1), spec
 
-    def __init__(self, wrapper: _BaseDataParallel) -> None:
-        self._model = unwrap_model(wrapper)
-        self._wrapper, self._stream = wrapper, WeightStream(wrapper, dtype=torch.bfloat16)
-        # What goes out of each of the model's tensors: itself, or experts one by one, which follow each other in it.
-        self._slots: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        for tensor in self._stream.outgoing:
-            slots = self._slots.setdefault(tensor.sources[0], [])
-            slots.append((renamed(tensor.name, self._model), tuple(tensor.shape)))
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-        """Yields name, local elements and place of each tensor, in an order that is equal on every rank."""
-        self._stream.check_between_steps()
-        for name, view in self._stream.views.items():
-            local = local_tensor(view).to(self._stream.dtypes[name]).reshape(-1)
-            yield name, local, self._spec(name, view)
+def delta_entry(name: str, spec: ShardSpec, place: Any, indices: Tensor, values: Tensor) -> tuple[Any, ...]:
+    """Returns changed elements in the coordinates of the tensors that go out, as verl's delta engine takes them.
 
-    def _spec(self, name: str, view: Tensor) -> ShardSpec:
-        if not isinstance(view, FlatRange):
-            return ShardSpec.from_param(view)
-        groups = self._wrapper.plan.groups.of(self._model.get_parameter(name))
-        strides = torch.empty(view.shape, device="meta").stride()
-        first = view.boxes[0][0] if view.boxes else (0,) * len(strides)
-        start = sum(offset * stride for offset, stride in zip(first, strides, strict=True))
-        is_first = groups.replicate is None or groups.replicate.rank() == 0
-        return ShardSpec(tuple(view.shape), place=start, gather_group=groups.shard, contributes=is_first)
-
-    def changes(self, snapshots: dict[str, Tensor]) -> Iterator[Any]:
-        """Yields what changed since the snapshots, which verl's function then renews."""
-        return hf_delta_export(iter(self), snapshots, self._entry)  # type: ignore[no-any-return]
-
-    def _entry(self, name: str, spec: ShardSpec, place: Any, indices: Tensor, values: Tensor) -> tuple[Any, ...]:
-        """Returns changed elements in the coordinates of the tensors that go out, as verl's delta engine takes them:
-        slots, dtype, how many changed in each, their indices in it, and values."""
-        slots = self._slots[name]
-        limits = [*itertools.accumulate((torch.Size(shape).numel() for _, shape in slots), initial=0)]
-        starts = torch.tensor(limits, device=indices.device)
-        flat = translate_flat_indices(indices, place)
-        slot_of = torch.searchsorted(starts, flat, right=True) - 1
-        counts = torch.bincount(slot_of, minlength=len(slots)).cpu()
-        return (
-            slots,
-            str(values.dtype).removeprefix("torch."),
-            counts,
-            (flat - starts[slot_of]).to(torch.int32),
-            values,
-        )
+    These are slots, dtype, how many elements changed in each slot, their indices in it, and their values.
+    """
+    slots = spec.hf_slots or []
+    limits = [*itertools.accumulate((torch.Size(shape).numel() for _, shape in slots), initial=0)]
+    starts = torch.tensor(limits, device=indices.device)
+    flat = translate_flat_indices(indices, place)
+    slot_of = torch.searchsorted(starts, flat, right=True) - 1
+    counts = torch.bincount(slot_of, minlength=len(slots)).cpu()
+    return slots, str(values.dtype).removeprefix("torch."), counts, (flat - starts[slot_of]).to(torch.int32), values

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from verl.workers.config import EngineConfig, FSDPEngineConfig
 
 from ...base.dtypes import as_dtype
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, check_choices
 from ...base.text import choices
 from ...distributed.fully_sharded_data_parallel_config import config_class
 from ..accelerate.prepared import ShardstackPlugin
@@ -17,8 +18,6 @@ from ..bridge.translation import check_settings
 
 BACKEND = "shardstack"
 """verl's name of the engine, and the ``strategy`` that picks it."""
-_PRECISIONS = {"param_dtype": ("bf16", "fp32"), "reduce_dtype": ("fp32",), "buffer_dtype": ("fp32",)}
-"""What verl's ``mixed_precision`` may be here, the default first."""
 
 
 @dataclass
@@ -48,12 +47,28 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         EngineConfig.__post_init__(self)  # not that of FSDP, which knows its own strategies alone
         if self.strategy != BACKEND:
             raise ConfigError(f"strategy is {self.strategy!r}, and the engine of this config is {BACKEND!r}; drop it")
-        if self.qat.enable:
-            raise ConfigError("qat.enable is set, and weights are not quantised in training here; drop it")
-        if self.router_replay.mode != "disabled":
-            raise ConfigError(f"router_replay.mode is {self.router_replay.mode!r}; this engine replays none, drop it")
         check_settings(self, "verl")
+        check_settings(vars(self.qat), "verl qat", where=" in qat")
         _ = self.compute_dtype, self.plugin()
+
+    def check_model(self, model_config: Any) -> None:
+        """Raises for settings of a model that this engine does not have, or not with these of its own.
+
+        Raises:
+            ConfigError: Ulysses without flash attention, or ``router_replay`` without packed sequences.
+            ParallelConfigError: a setting of verl's model that has no counterpart here.
+        """
+        check_settings(model_config, "verl model")
+        degree, attention = self.ulysses_sequence_parallel_size, model_config.hf_config._attn_implementation
+        if degree > 1 and "flash" not in str(attention):
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size is {degree}, and verl exchanges heads in flash attention alone, not "
+                f"in {attention!r}; install flash-attn and set model.override_config.attn_implementation to "
+                "flash_attention_2, or set 1"
+            )
+        if self.router_replay.mode != "disabled" and not model_config.use_remove_padding:
+            mode = self.router_replay.mode
+            raise ConfigError(f"router_replay.mode is {mode!r}, which takes packed sequences; set use_remove_padding")
 
     def plugin(self) -> ShardstackPlugin:
         """Returns what wraps the model.
@@ -61,13 +76,13 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         Raises:
             ConfigError: as of the class.
         """
-        given: dict[str, Any] = {"grad_reduce_in_fp32": True}
-        if not config_class(self.sharding_strategy, "sharding_strategy")().shards_parameters:
-            check_settings(self, "verl replicated")
-        else:
+        given: dict[str, Any] = {"grad_reduce_in_fp32": True, "hybrid": self.hybrid}
+        given["transformer_cls_names_to_wrap"] = self.transformer_cls_names_to_wrap
+        if config_class(self.sharding_strategy, "sharding_strategy")().shards_parameters:
             given["reshard_after_forward"] = self.reshard_after_forward
             given["param_dtype"] = None if self.compute_dtype == torch.float32 else self.compute_dtype
-        given |= {"transformer_cls_names_to_wrap": self.transformer_cls_names_to_wrap, "hybrid": self.hybrid}
+        else:
+            check_settings(self, "verl replicated")
         return ShardstackPlugin(self.sharding_strategy, **given | dict(self.settings))
 
     @property
@@ -77,10 +92,10 @@ class ShardstackEngineConfig(FSDPEngineConfig):
         Raises:
             ConfigError: a field or dtype of it that this engine does not have.
         """
-        precision = {name: allowed[0] for name, allowed in _PRECISIONS.items()} | dict(self.mixed_precision or {})
-        for name, value in precision.items():
-            if name not in _PRECISIONS:
-                raise ConfigError(f"mixed_precision has {name!r}; {choices(name, _PRECISIONS)}")
-            if as_dtype(value, name) not in map(as_dtype, _PRECISIONS[name]):
-                raise ConfigError(f"mixed_precision.{name} is {value!r}; {choices(str(value), _PRECISIONS[name])}")
-        return cast(torch.dtype, as_dtype(precision["param_dtype"]))
+        defaults = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        precision = SimpleNamespace(**defaults | dict(self.mixed_precision or {}))
+        if unknown := sorted(vars(precision).keys() - defaults.keys()):
+            raise ConfigError(f"mixed_precision has {unknown[0]!r}; {choices(unknown[0], defaults)}")
+        names, fp32 = ("bf16", "bfloat16", "fp32", "float32"), ("fp32", "float32")
+        check_choices(precision, param_dtype=names, reduce_dtype=fp32, buffer_dtype=fp32)
+        return cast(torch.dtype, as_dtype(precision.param_dtype))

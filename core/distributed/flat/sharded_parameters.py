@@ -108,8 +108,9 @@ class ShardedParameters(Parameters):
     def check_may_write(self) -> None:
         if self._root.phase is UnitPhase.APART:
             raise UnitError(
-                "shards of weights are written (by average.swapped(), or a load into tensors from before) inside "
-                "whole_parameters(), where the model shows copies of them; leave it first, or enter it inside swapped"
+                "shards of weights are written (by average.swapped(), release(), a load into tensors from before) "
+                "inside whole_parameters(), where the model shows copies of them; leave it first, or enter it inside "
+                "swapped"
             )
 
     @contextmanager

@@ -41,9 +41,8 @@ class Slot:
         allocate: allocates their memory.
 
     Attributes:
-        parts: memory for the whole parameters of a unit, by kind. The parameters of every unit of the slot are
-            views of it. A lane writes it during a gather. Without memory
-            between `free` and `allocate`.
+        parts: memory for the whole parameters of a unit, by kind. The parameters of every unit of the slot are views
+            of it. A lane writes it during a gather. Without memory between `free` and `allocate`.
         units: the units that take turns with it.
         owner: the unit whose values are in it, or are being gathered; None if there is none.
     """

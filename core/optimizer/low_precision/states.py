@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -138,6 +138,14 @@ class StoredStates:
         for tensor, source in zip(plain.values(), sources, strict=True):
             if isinstance(source, Tensor) and not tensor.is_contiguous():
                 tensor.copy_(source.view(tensor.shape))
+
+    def tensors(self, params: Iterable[MainParam]) -> Iterator[Tensor]:
+        """Yields the memory of the columns of some parameters, but for the parameters themselves."""
+        for p in params:
+            for kind, column in self._columns[p.main].items():
+                yield from column.tensors().values()
+                if kind != MASTER:
+                    yield column.values
 
     def for_checkpoint(self, main: Tensor, kind: str, plain: Tensor) -> Tensor:
         """Returns a tensor of a parameter in fp32: a copy on the host, which `take_copies` stores, or `plain`."""

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,8 @@ __all__ = ["RouterReplay", "RouterReplayAction", "collect", "is_router", "record
 
 Models = nn.Module | Sequence[nn.Module]
 """A model in any wrapper, or the list of this rank's pipeline stages, which all ranks of the pipeline give."""
+
+Indices = Tensor | np.ndarray[Any, Any]
 
 Shape = tuple[int, int] | None
 """Length and batch of what our routers map, whose tokens come position by position. None for other routers, whose
@@ -73,10 +76,10 @@ class RouterReplay:
         Raises:
             DataError: another number of layers is given.
         """
-        given, routers = len(all_layers_topk_indices), RouterReplay.global_router_replay_instances
-        if given != len(routers):
+        num_layers, routers = len(all_layers_topk_indices), RouterReplay.global_router_replay_instances
+        if num_layers != len(routers):
             raise DataError(
-                f"set_replay_data got indices of {given} layers, and this rank has {len(routers)} routers with "
+                f"set_replay_data got indices of {num_layers} layers, and this rank has {len(routers)} routers with "
                 "moe_enable_routing_replay; give one tensor for each"
             )
         for router, indices in zip(routers, all_layers_topk_indices, strict=True):
@@ -164,8 +167,10 @@ def settle(router: nn.Module, scores: Tensor, own: Tensor, shape: Shape = None) 
     Args:
         scores: `[tokens, experts]`, from which the router has chosen `own`.
     """
-    source: Any = _sources.get(router) or getattr(router, "router_replay", None)
+    source: Any = _sources.get(router)
     again = is_recomputed_elsewhere()
+    if source is None or not (source.is_open or again):
+        source = getattr(router, "router_replay", None)
 
     def take() -> Tensor | None:
         return None if source is None else source.take(scores, own, shape, again)
@@ -207,7 +212,7 @@ class _Source:
         self.marks: list[Tensor] = []  # of each forward, what tells its scores from those of others
 
     def take(self, scores: Tensor, own: Tensor, shape: Shape, again: bool) -> Tensor | None:
-        if (self.indices is None and again) or not (self.is_open or again):
+        if self.indices is None and again:
             return None
         mark = scores.detach().sigmoid().sum(dtype=torch.float64)  # scores may be infinite
         if not again:
@@ -218,13 +223,13 @@ class _Source:
                 return None
             return self._rows(len(self.marks) - 1, scores, own, shape)
         numbers = [number for number, known in enumerate(self.marks) if torch.equal(known, mark)]
-        found = [self._rows(number, scores, own, shape) for number in numbers]
-        if any(not torch.equal(rows, found[0]) for rows in found) or (self.is_open and not found):
+        matches = [self._rows(number, scores, own, shape) for number in numbers]
+        if any(not torch.equal(rows, matches[0]) for rows in matches) or (self.is_open and not matches):
             raise ConfigError(
                 f"torch's checkpoint recomputes a forward of {self.name}, and which one is not known; take "
                 "recompute_granularity or activation_checkpointing"
             )
-        return found[0] if found else None
+        return matches[0] if matches else None
 
     def _rows(self, number: int, scores: Tensor, own: Tensor, shape: Shape) -> Tensor:
         indices = self.indices or []
@@ -272,19 +277,21 @@ def record(model: Models, routers: Predicate = is_router) -> Iterator[list[Tenso
 
 
 @contextmanager
-def replay(model: Models, indices: Tensor | Sequence[Tensor], routers: Predicate = is_router) -> Iterator[None]:
+def replay(model: Models, indices: Indices | Sequence[Indices], routers: Predicate = is_router) -> Iterator[None]:
     """Gives each forward of the model the experts of the next micro-batch, in order. Backward may come later.
 
     Args:
-        indices: of one micro-batch, or of each, `[tokens, layers, k]` or `[b, s, layers, k]` in integers of any
-            width. Of whole sequences and all layers each rank takes its own; or they are this rank's, as recorded.
+        indices: of one micro-batch, or a list with those of each, `[tokens, layers, k]` or `[b, s, layers, k]` in
+            integers of any width. Of whole sequences and all layers each rank takes its own; or they are this rank's,
+            as recorded.
 
     Raises:
         ConfigError: the model has no routers, or one of them is in a context.
         DataError: indices are not those of the model's layers, experts or tokens, or of other micro-batches than ran.
     """
     names, counts = _find(model, routers)
-    total, batches = sum(map(sum, counts)), [indices] if isinstance(indices, Tensor) else list(indices)
+    total = sum(map(sum, counts))
+    batches = [torch.as_tensor(batch) for batch in (indices if isinstance(indices, list | tuple) else [indices])]
     own, rows = _own_layers(counts), []
     for number, batch in enumerate(batches):
         if batch.dim() not in (3, 4) or batch.shape[-2] not in (len(names), total):
@@ -315,13 +322,9 @@ def collect(recorded: Sequence[Tensor], model: Models, routers: Predicate = is_r
                 by_place = gather_first_dim(by_place, group, what="experts of tokens")[0]
             rows = gather_sequence(by_place, context_group()).transpose(0, 1)
         whole.append(rows.flatten(0, -3))
-    own = counts[pipeline_ranks().rank]
-    parts = pipeline_ranks().all_gather([rows.cpu().split(own, 1) for rows in whole])
-    turns = range(len(own))
-    return [
-        torch.cat([part[number][turn] for turn in turns for part in parts if part], 1)
-        for number in range(max(map(len, parts)))
-    ]
+    parts = pipeline_ranks().all_gather((_own_layers(counts), [rows.cpu() for rows in whole]))
+    order = torch.tensor([place for places, _ in parts for place in places]).argsort()
+    return [torch.cat(batch, 1)[:, order] for batch in zip(*(rows for places, rows in parts if places), strict=True)]
 
 
 def _find(model: Models, is_router: Predicate) -> tuple[dict[nn.Module, str], list[list[int]]]:
@@ -338,13 +341,8 @@ def _find(model: Models, is_router: Predicate) -> tuple[dict[nn.Module, str], li
 
 def _own_layers(counts: list[list[int]]) -> list[int]:
     """Returns the places of this rank's routers among those of all stages."""
-    start, own = 0, pipeline_ranks().rank
-    places: list[int] = []
-    for turn in range(len(counts[0])):
-        for rank, stages in enumerate(counts):
-            places += range(start, start + stages[turn]) if rank == own else ()
-            start += stages[turn]
-    return places
+    places = sorted((turn, rank, i) for rank, own in enumerate(counts) for turn, n in enumerate(own) for i in range(n))
+    return [place for place, (_, rank, _) in enumerate(places) if rank == pipeline_ranks().rank]
 
 
 @contextmanager
@@ -363,6 +361,8 @@ def _context(sources: Mapping[nn.Module, _Source], number: int | None) -> Iterat
     finally:
         for source in sources.values():
             source.is_open = False
+        while _choices:  # of a forward that was interrupted
+            _choices.pop().__exit__(None, None, None)
     expected = max([1, *(len(source.marks) for source in sources.values())]) if number is None else number
     for source in sources.values():
         if len(source.marks) != expected:
@@ -387,10 +387,9 @@ class _Choice(TorchFunctionMode):
         if getattr(func, "__name__", "") != "topk":
             return result
         scores, own = (args or (kwargs["input"],))[0], result.indices
-        found = scores.shape[-1], own.shape[-1]
-        asked = tuple(getattr(self.router, name, n) for name, n in zip(("num_experts", "top_k"), found, strict=True))
-        if scores.dim() != 2 or found != asked:  # over groups of experts
-            return result
+        sizes = {"num_experts": scores.shape[-1], "top_k": own.shape[-1]}
+        if scores.dim() != 2 or any(getattr(self.router, name, size) != size for name, size in sizes.items()):
+            return result  # over groups of experts
         if self.has_chosen:
             raise ConfigError(
                 f"{type(self.router).__name__} calls topk over its experts twice, and which of the two chooses is not "
@@ -411,5 +410,6 @@ def _enter_choice(router: nn.Module, args: Any) -> None:
 
 
 def _leave_choice(router: nn.Module, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
+    # The last choice is another router's where a hook before ours raised.
+    if not torch.compiler.is_compiling() and _choices and _choices[-1].router is router:
         _choices.pop().__exit__(None, None, None)

@@ -543,8 +543,8 @@ MUTATIONS = (
     Mutation(
         "released memory comes back as zeros",
         "core.distributed.released_memory._Storage.restore",
-        r"self\._load\(self\._bytes\(\)\)",
-        "self._bytes().zero_()",
+        r"values\.copy_\(self\._saved\)",
+        "values.zero_()",
         (_RELEASED + "::test_bits_come_back_and_bytes_go",),
     ),
     Mutation(

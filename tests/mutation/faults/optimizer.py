@@ -204,7 +204,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a skipped step is averaged",
-        "core.optimizer.optimizer.MegatronOptimizer._conclude",
+        "core.optimizer.optimizer.MegatronOptimizer.conclude",
         r"elif self\.average",
         "if self.average",
         (_AVERAGED,),
@@ -284,7 +284,10 @@ MUTATIONS = (
         "core.optimizer.low_precision.places.Places.__init__",
         r"self\._lead = self\._runs\[0\]\.origin % BLOCK",
         "self._lead = 0",
-        (_ANY_CUT, "tests/unit/optimizer/low_precision/test_places.py::test_places_and_blocks_are_those_of_the_whole_tensor"),
+        (
+            _ANY_CUT,
+            "tests/unit/optimizer/low_precision/test_places.py::test_places_and_blocks_are_those_of_the_whole_tensor",
+        ),
     ),
     Mutation(
         "a cut block of 8-bit state has the scale of one rank",

@@ -35,7 +35,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer, shard_optimi
 from core.optimizer.averaged_weights import AveragedWeights
 from core.weights import WeightStream
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 WIDTH = 96
 CONFIGS: dict[str, DistributedDataParallelConfig] = {
@@ -228,7 +228,7 @@ def _uses(kind: str) -> dict[str, str]:
         "swapped": lambda: average.swapped().__enter__(),
     }
     for number, gradient in enumerate(gradient for gradient in gradients if gradient is not None):
-        uses[f"gradient {number}"] = partial(str, gradient)
+        uses[f"gradient {number}"] = partial(torch.add, gradient, 1)
     said = {}
     for name, use in uses.items():
         try:
@@ -356,6 +356,146 @@ def test_restore_can_be_called_again(kind: str) -> None:
     assert run_distributed(_finds_no_memory, 2, kind) == [expected, expected]
 
 
+def _steps_and_evaluates(kind: str) -> list[float]:
+    model, optimizer = _build(kind, torch.bfloat16)
+    _step(model, optimizer, 0)
+    _evaluate(model, torch.bfloat16)
+    _step(model, optimizer, 1)
+    return [tensor.double().sum().item() for tensor in _whole(model).values()]
+
+
+class _Stop(BaseException):
+    pass
+
+
+def _is_interrupted(kind: str) -> list[float]:
+    """`release` ends in the middle, before anything was freed, and afterwards."""
+    model, optimizer = _build(kind, torch.bfloat16)
+    _step(model, optimizer, 0)
+    save, saves = released_memory._Storage.save, []
+
+    def stops(self: Any, folder: str | None) -> None:
+        saves.append(save(self, folder))
+        if len(saves) == 3:
+            raise _Stop
+
+    with mock.patch.object(released_memory._Storage, "save", stops), pytest.raises(_Stop):
+        model.release()
+    _evaluate(model, torch.bfloat16)  # nothing was released
+    hidden = released_memory.ReleasedMemory._visible
+
+    def stops_once(self: Any, part: str) -> Any:
+        yield from hidden(self, part)
+        raise _Stop
+
+    with mock.patch.object(released_memory.ReleasedMemory, "_visible", stops_once), pytest.raises(_Stop):
+        model.release()
+    model.restore()
+    _step(model, optimizer, 1)
+    return [tensor.double().sum().item() for tensor in _whole(model).values()]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_an_interrupted_release_can_be_restored(kind: str) -> None:
+    expected = run_distributed(_steps_and_evaluates, 2, kind)[0]
+    assert run_distributed(_is_interrupted, 2, kind) == [expected, expected]
+
+
+def _chunks(kind: str, of_torch: bool, releases: bool) -> list[Tensor]:
+    """Two models, whose parameters one optimizer updates, sleep one after the other."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(3)
+    models = [wrap_model(Model(), None, copy.deepcopy(CONFIGS[kind]), sub_modules_to_wrap=[Block]) for _ in range(2)]
+    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    if of_torch:
+        optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
+    else:
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, clip_grad=1.0), models)
+    for number in range(4):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        for model in models:
+            model.zero_grad_buffer()
+        models[1](models[0](x)).square().mean().backward()
+        finalize_model_grads(models)
+        optimizer.step()
+        if releases:
+            order = models if number % 2 else models[::-1]
+            freed = [model.release(*[("optimizer",), ()][number // 2]) for model in models]
+            assert min(freed) > 0.9 * max(freed)
+            for model in order:
+                with pytest.raises(ShardstackError, match=r"restore\(\) first"):
+                    optimizer.step()
+                model.restore()
+    return [tensor for model in models for tensor in _whole(model).values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_torch"), [("replicas", True), ("replicas", False), ("zero3", False), ("fsdp2", False)]
+)
+def test_models_with_one_optimizer_sleep(kind: str, of_torch: bool) -> None:
+    expected = run_distributed(_chunks, 2, kind, of_torch, False)[0]
+    for rank in run_distributed(_chunks, 2, kind, of_torch, True):
+        assert all(map(torch.equal, rank, expected))
+
+
+def _sleeps_inside_of_whole_parameters() -> tuple[str, list[float], list[float]]:
+    model, optimizer = _build("zero3", torch.float32)
+    _step(model, optimizer, 0)
+    before, said = [tensor.double().sum().item() for tensor in _whole(model).values()], ""
+    with model.whole_parameters():
+        try:
+            model.release()
+        except ShardstackError as error:
+            said = str(error)
+    return said, before, [tensor.double().sum().item() for tensor in _whole(model).values()]
+
+
+def test_shards_whose_copies_are_shown_stay() -> None:
+    for said, before, after in run_distributed(_sleeps_inside_of_whole_parameters, 2):
+        assert "inside whole_parameters()" in said and before == after
+
+
+class _InHalves(Tensor):
+    """State as quantized optimizers keep it: a tensor without memory of its own, made of two."""
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor) -> Tensor:
+        made = Tensor._make_wrapper_subclass(cls, (2 * len(first),), dtype=first.dtype, device=first.device)
+        made.first, made.second = first, second
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *unused: Any) -> Tensor:
+        return _InHalves(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+@on_ranks(1)
+def test_state_inside_of_other_tensors_sleeps() -> None:
+    model, _ = _build("replicas", torch.float32)
+    shared = torch.ones(50).share_memory_()
+    model.module.register_buffer("shared", shared)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _step(model, optimizer, 0)
+    parts = [torch.arange(300.0), torch.arange(300.0)]
+    kept = [torch.arange(400.0), {"deeper": torch.arange(500.0)}]
+    optimizer.state[model.module.head.weight] |= {"halves": _InHalves(*parts), "list": kept}
+    model.release()
+    for hidden in (*parts, kept[0], kept[1]["deeper"]):
+        with pytest.raises(ShardstackError):
+            hidden + 1
+    assert torch.equal(shared, torch.ones(50))
+    model.restore()
+    assert torch.equal(parts[0], torch.arange(300.0)) and torch.equal(kept[1]["deeper"], torch.arange(500.0))
+    assert type(optimizer.state[model.module.head.weight]["halves"]) is _InHalves
+
+
 def _saves_and_sleeps(folder: str) -> tuple[int, int]:
     """A checkpoint reads shards and fills them, after which their memory is still torch's to free."""
     model, optimizer = _build("zero3", torch.float32)
@@ -382,9 +522,9 @@ def _sleeps_in_memory(kind: str) -> tuple[list[float], int]:
         pinned.append(torch.empty(shape, dtype=dtype))
         return pinned[-1]
 
-    with mock.patch.object(released_memory, "current_device", lambda: SimpleNamespace(type="cuda")):
-        store = released_memory._Store(None)
-    own = mock.patch.object(released_memory, "_Store", lambda folder: store)
+    memory_for = released_memory._memory_for
+    gpu = torch.device("cuda")
+    own = mock.patch.object(released_memory, "_memory_for", lambda n, _, folder: memory_for(n, gpu, folder))
     with own, mock.patch.object(streams, "pinned", host):
         freed = model.release()
     model.restore()

@@ -90,6 +90,13 @@ def test_merged_weights_are_pefts_to_the_bit(kind, dtype):
     assert not any(getattr(module, "merged_adapters", []) for module in model.modules())
 
 
+def test_adapted_experts_go_out_one_by_one():
+    received = {name: value.clone() for name, value in WeightStream(adapted("experts"))}
+    expected = {name: value.clone() for name, value in WeightStream(adapted("experts").merge_and_unload())}
+    assert [*received] == [*expected] and any("experts.2.w1" in name for name in received)
+    assert all(torch.equal(received[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("active", [("other",), ("default", "other")])
 def test_the_active_adapters_are_merged(active):
     model = adapted("rslora", active=active)

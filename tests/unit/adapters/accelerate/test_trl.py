@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.base.errors import ConfigError
+from core.base.errors import ConfigError, ShardstackError
+from core.weights import WeightStream
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters.accelerate._trainers import STRATEGIES, fresh_accelerate, some_and_others, tiny, whole_weights
 from tests.unit.distributed._hugging_face import VOCAB
+from tests.unit.weights._live_bytes import LiveBytes
 from tests.unit.weights.test_peft_layers import merged_by_peft
 
 pytestmark = needs("trl", "transformers", "accelerate", "peft")
@@ -50,7 +52,7 @@ def _arguments(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _grpo(folder: str, model: Any = None, **arguments: Any) -> Any:
+def _grpo(folder: str, model: Any = None, kind: str = "GRPO", peft_config: Any = None, **arguments: Any) -> Any:
     import datasets
     import trl
 
@@ -58,39 +60,65 @@ def _grpo(folder: str, model: Any = None, **arguments: Any) -> Any:
         "per_device_train_batch_size": 4 // dist.get_world_size(), "num_generations": 4, "max_completion_length": 5,
         "gradient_accumulation_steps": 2, "beta": 0.0, "temperature": 1.0,
     }  # fmt: skip
-    return trl.GRPOTrainer(
+    return getattr(trl, f"{kind}Trainer")(
         model=tiny("llama") if model is None else model,
         reward_funcs=_reward,
-        args=trl.GRPOConfig(**{**given, **arguments}),
+        args=getattr(trl, f"{kind}Config")(**{**given, **arguments}),
         train_dataset=datasets.Dataset.from_list(PROMPTS),
         processing_class=_tokenizer(),
+        peft_config=peft_config,
     )
 
 
-def _dpo(folder: str, **arguments: Any) -> Any:
+def _rloo(folder: str, **arguments: Any) -> Any:
+    return _grpo(folder, kind="RLOO", **arguments)
+
+
+def _grpo_from_base(folder: str, **arguments: Any) -> Any:
+    """Trains a new adapter. The reference is the model without it."""
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    return _grpo(folder, peft_config=config, beta=0.1, **arguments)
+
+
+def _grpo_from_adapter(folder: str, **arguments: Any) -> Any:
+    """Trains an adapter further. The reference is its copy, which TRL adds under the name "ref"."""
+    return _grpo(folder, _model(adapted=True, dtype=torch.float32), beta=0.1, **arguments)
+
+
+def _dpo(folder: str, model: Any = None, **arguments: Any) -> Any:
     import datasets
     import trl
 
     arguments = {key: value for key, value in _arguments(folder).items() if key != "shuffle_dataset"} | arguments
     rows = [row | {"chosen": f" t{9 + n} t5", "rejected": f" t{20 + n} t7 t8"} for n, row in enumerate(PROMPTS)]
     return trl.DPOTrainer(
-        model=tiny("llama"),
-        ref_model=tiny("llama"),
+        model=tiny("llama") if model is None else model,
+        ref_model=tiny("llama") if model is None else None,
         args=trl.DPOConfig(per_device_train_batch_size=4 // dist.get_world_size(), **arguments),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=_tokenizer(),
     )
 
 
-def _run(trainer: Any, strategy: str | None, **settings: Any) -> tuple[list[tuple[float, float]], Any, Any]:
+def _dpo_from_adapter(folder: str, **arguments: Any) -> Any:
+    return _dpo(folder, _model(adapted=True, dtype=torch.float32), **arguments)
+
+
+def _run(trainer: Any, strategy: str | None, **settings: Any) -> tuple[Any, ...]:
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
 
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     if strategy is not None:
         use_shardstack(trainer, ShardstackPlugin(strategy, **settings))
     trainer.train()
     steps = [(log["loss"], float(log["grad_norm"])) for log in trainer.state.log_history if "grad_norm" in log]
     reference = getattr(trainer, "ref_model", None)
-    return steps, whole_weights(trainer), reference and dict(reference.named_parameters())
+    weights = whole_weights(trainer)
+    assert weights.keys() == before.keys()
+    changed = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
+    return steps, weights, reference and dict(reference.named_parameters()), changed
 
 
 def _by_row(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
@@ -104,25 +132,31 @@ def _runs(folder: str, kind: str, strategies: list[str | None], arguments: dict[
     found = []
     for strategy in strategies:
         with fresh_accelerate(), mock.patch.object(torch, "multinomial", _by_row):
-            trainer = {"grpo": _grpo, "dpo": _dpo}[kind](folder, **arguments)
+            trainer = KINDS[kind](folder, **arguments)
             found.append(_run(trainer, strategy))
     return found
 
 
-CASES = {
-    "grpo": ("grpo", {}),
-    "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}),
+KINDS = {
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "dpo": _dpo,
+    "grpo_from_base": _grpo_from_base,
+    "grpo_from_adapter": _grpo_from_adapter,
+    "dpo_from_adapter": _dpo_from_adapter,
 }
+ARGUMENTS = {"dpo": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}}
 
 
-def _assert_as_stock(case: str, strategies: list[str], folder: str) -> None:
-    kind, arguments = CASES[case]
-    ((steps, weights, reference),) = run_distributed(_runs, 1, folder, kind, [None], arguments)[0]
-    start = dict(tiny("llama").named_parameters())
+def _assert_as_stock(kind: str, strategies: list[str], folder: str) -> None:
+    arguments = ARGUMENTS.get(kind, {})
+    ((steps, weights, reference, changed),) = run_distributed(_runs, 1, folder, kind, [None], arguments)[0]
     assert len(steps) == 3 and any(norm for _, norm in steps)
-    assert any(not torch.equal(value, start[name]) for name, value in weights.items())
+    assert changed and (not kind.endswith("adapter") or any(".ref." in name for name in weights))
+    assert not any(".ref." in name for name in changed)
     of_ranks = run_distributed(_runs, 2, folder, kind, strategies, arguments)
     for found, other in zip(*of_ranks, strict=True):
+        assert found[3] == changed
         # Sums in another order, as in test_trainer: losses near 0 by an absolute tolerance.
         torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(steps), rtol=512 * EPS, atol=64 * EPS)
         for name, weight in weights.items():
@@ -132,13 +166,14 @@ def _assert_as_stock(case: str, strategies: list[str], folder: str) -> None:
         for name, weight in (reference or {}).items():
             torch.testing.assert_close(found[2][name], weight, rtol=0.0, atol=256 * EPS)
     if reference:
+        start = dict(tiny("llama").named_parameters())
         assert any(not torch.equal(value, start[name]) for name, value in reference.items())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 @some_and_others("strategies", ["optim_grads_params", "fsdp2"], ["no_shard", "optim", "optim_grads"])
-def test_a_trainer_computes_as_stock_in_one_process(case, strategies, tmp_path):
-    _assert_as_stock(case, strategies, str(tmp_path))
+def test_a_trainer_computes_as_stock_in_one_process(kind, strategies, tmp_path):
+    _assert_as_stock(kind, strategies, str(tmp_path))
 
 
 # ---- vLLM
@@ -152,10 +187,10 @@ class Server:
         self.updates: list[tuple[list[Any], dict[str, torch.Tensor]]] = []
 
     def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
-        received = {}
+        received: dict[str, torch.Tensor] = {}
+        self.updates.append((metadata, received))
         for name, tensor in named_params:
             received[name] = tensor.clone()
-        self.updates.append((metadata, received))
 
     def reset_prefix_cache(self) -> None: ...
 
@@ -224,11 +259,11 @@ def _synced(folder: str, strategies: list[str], mode: str, adapted: bool, dtype:
     """Trains by a stub of vLLM, syncs once more, and returns what the stub has and what a plain copy would send."""
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
 
-    found = []
+    found, beta = [], {"beta": 0.1} if adapted else {}  # by which TRL adds an adapter "ref"
     for strategy in strategies:
         stubs: list[Any] = []
         with fresh_accelerate(), _vllm(stubs):
-            trainer = _grpo(folder, _model(adapted, dtype), use_vllm=True, vllm_mode=mode, max_steps=2)
+            trainer = _grpo(folder, _model(adapted, dtype), use_vllm=True, vllm_mode=mode, max_steps=2, **beta)
             generation = trainer.vllm_generation
             use_shardstack(trainer, ShardstackPlugin(strategy))
             if mode == "colocate":  # its sampling is vLLM's alone
@@ -273,6 +308,84 @@ def test_vllm_gets_whole_weights_of_the_last_step(case, mode, tmp_path):
             assert [*received] == [*expected], strategy
             for name, value in expected.items():
                 assert received[name].dtype == SENT[case][1] and torch.equal(received[name], value), (strategy, name)
+
+
+def _walk_memory(folder: str, strategies: list[str], adapted: bool, bucket: int) -> list[tuple[int, int, int]]:
+    """Returns the most bytes that live in TRL's walk on this rank, those of the largest tensor, and of all tensors."""
+    from core.adapters.accelerate import ShardstackPlugin, trl, use_shardstack
+
+    def small(*arguments: Any, **receivers: Any) -> WeightStream:
+        stream = WeightStream(*arguments, **receivers, bucket_bytes=bucket)
+        assert stream.owners  # which takes memory that no weights are in
+        return stream
+
+    found = []
+    for strategy in strategies:
+        model: Any = tiny("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=8, head_dim=16)
+        if adapted:
+            import peft
+
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        with fresh_accelerate(), _vllm([]), mock.patch.object(trl, "WeightStream", small):
+            trainer = _grpo(folder, model, use_vllm=True, vllm_mode="server", max_steps=1)
+            use_shardstack(trainer, ShardstackPlugin(strategy))
+            trainer.train()
+            walk = trainer.vllm_generation._iter_named_params()
+            with LiveBytes() as live:
+                for _, _tensor in walk:
+                    pass
+        found.append((live.peak, max(sizes), sum(sizes)))
+    return found
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
+def test_a_walk_takes_a_bucket_of_whole_tensors(adapted, tmp_path):
+    bucket = 32768
+    of_ranks = run_distributed(_walk_memory, 2, str(tmp_path), ["optim_grads_params", "fsdp2"], adapted, bucket)
+    for rank, found in enumerate(of_ranks):
+        for peak, largest, total in found:
+            # Whole tensors, what messages are packed into, and the last tensor. A merged layer is a copy, to which a
+            # product is added.
+            bound = 2 * bucket + largest * (3 if adapted and rank == 0 else 1)
+            assert peak <= bound < total / 4 and (rank or peak), (rank, peak, largest, total)
+
+
+def _broken(folder: str) -> list[tuple[str, int]]:
+    """Returns errors of syncs that cannot be made, and how many weights the server was told of by then: in the middle
+    of a step, and where vLLM has another model."""
+    from core.adapters.accelerate import ShardstackPlugin, use_shardstack
+
+    def refuse(weights: Any) -> None:
+        raise ValueError(f"there is no parameter named {weights[0][0]} in this model")
+
+    found: list[tuple[str, int]] = []
+    for mode in ("server", "colocate"):
+        stubs: list[Any] = []
+        with fresh_accelerate(), _vllm(stubs):
+            trainer = _grpo(folder, use_vllm=True, vllm_mode=mode, max_steps=1)
+            generation = trainer.vllm_generation
+            use_shardstack(trainer, ShardstackPlugin("optim_grads_params"))
+            if mode == "colocate":
+                generation.generate = _generate
+            trainer.train()
+            if mode == "server":
+                told = len(stubs[0].updates)
+                tokens = torch.tensor([[2, 3, 4]])
+                trainer.model_wrapped(input_ids=tokens, labels=tokens).loss.backward()
+            else:
+                told = 0
+                stubs[0].llm_engine.model_executor.driver_worker.model_runner.model.load_weights = refuse
+            with pytest.raises((ShardstackError, ValueError)) as raised:
+                generation.sync_weights()
+            found.append((str(raised.value), len(stubs[0].updates) - told if mode == "server" else 0))
+    return found
+
+
+def test_what_cannot_be_sent_raises_on_every_rank(tmp_path):
+    for (mid_step, num_told), (unknown, _) in run_distributed(_broken, 2, str(tmp_path)):
+        assert "in mid-step" in mid_step and num_told == 0
+        assert unknown == "there is no parameter named model.embed_tokens.weight in this model"
 
 
 # ---- what is refused

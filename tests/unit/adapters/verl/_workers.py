@@ -135,6 +135,33 @@ def worker_of(
 
 
 @contextmanager
+def stub_of_flash_attention() -> Any:
+    """Lets transformers take ``flash_attention_2``, and computes it as plain attention over packed sequences."""
+    import transformers
+    from transformers.integrations import flash_attention
+    from verl.models.transformers import monkey_patch
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, length: int, *, position_ids: Tensor, **kw: Any
+    ) -> Tensor:
+        of_sequence = (position_ids == 0).cumsum(-1)[0]
+        allowed = (of_sequence[:, None] == of_sequence).tril()
+        heads = [states.transpose(1, 2) for states in (q, k, v)]
+        return nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=allowed, scale=kw["softmax_scale"], enable_gqa=True
+        ).transpose(1, 2)
+
+    with (
+        mock.patch.object(flash_attention, "_flash_attention_forward", None),  # which verl replaces
+        mock.patch.object(monkey_patch, "_flash_attention_forward", attention),
+        mock.patch.object(
+            transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, *args, **kw: name
+        ),
+    ):
+        yield
+
+
+@contextmanager
 def _without_flash_attention() -> Any:
     import transformers
 
@@ -171,11 +198,11 @@ def sequences(step: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def batch(step: int, rank: int | None = None, **fields: Any) -> Any:
+def batch(step: int, rank: int | None = None, world: int | None = None, **fields: Any) -> Any:
     """Returns a rank's share of a global batch, packed as verl packs it. By default this rank's."""
     from verl.utils import tensordict_utils as tu
 
-    rank, world = dist.get_rank() if rank is None else rank, dist.get_world_size()
+    rank, world = dist.get_rank() if rank is None else rank, world or dist.get_world_size()
     own = sequences(step)[rank * SEQUENCES // world : (rank + 1) * SEQUENCES // world]
     packed = {key: torch.nested.as_nested_tensor([s[key] for s in own], layout=torch.jagged) for key in own[0]}
     lengths = [len(sequence["input_ids"]) for sequence in own]

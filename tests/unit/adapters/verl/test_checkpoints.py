@@ -71,20 +71,25 @@ def _contents(path: str, root: str) -> None:
         weights = w.weights(worker)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in model.named_parameters())
 
-        with pytest.raises(CheckpointError, match=r"without 'optimizer'.*load_contents lists; drop it there"):
+        with pytest.raises(
+            CheckpointError, match=r"without extra, optimizer, which checkpoint.load_contents lists; drop it there"
+        ):
             w.worker_of(path, "optim").load_checkpoint(folders[2])
         other = w.worker_of(path, "optim", checkpoint={"load_contents": ["model"]})
         other.load_checkpoint(folders[2])
         assert all(torch.equal(tensor, weights[name]) for name, tensor in w.weights(other).items())
         worker.save_checkpoint(None, None, 3, None)
         worker.load_checkpoint(None)
-        with pytest.raises(CheckpointError, match="hdfs://there is given, and checkpoints are folders"):
+        with pytest.raises(ConfigError, match="hdfs_path is 'hdfs://there': checkpoints are folders"):
             worker.save_checkpoint(folders[3], "hdfs://there", 3, None)
         with pytest.raises(CheckpointError, match="global_step_3"):
             worker.load_checkpoint(folders[3])
         for checkpoint, message in (
-            ({"save_contents": ["optimizer"]}, "without 'model', which all belong to; add it"),
-            ({"load_contents": ["model", "hf_model"]}, "load_contents has 'hf_model', which this engine"),
+            ({"save_contents": ["optimizer"]}, r"\['optimizer'\]; list 'model', and any of"),
+            (
+                {"load_contents": ["model", "hf_model"]},
+                r"'hf_model'\]; list 'model', and any of \['model', 'optimizer', 'extra'\]",
+            ),
             ({"async_save": True}, "checkpoints are complete when save_checkpoint returns; drop it"),
         ):
             with pytest.raises(ConfigError, match=message):

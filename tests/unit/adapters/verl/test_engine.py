@@ -73,6 +73,27 @@ def test_batches_of_any_form_are_those_of_one_process(tmp_path):
             torch.testing.assert_close(found[1][name], weight, **WEIGHTS)
 
 
+def _over_split_sequences(path: str) -> list[Any]:
+    found = []
+    model = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    with w.verl_environment(), w.stub_of_flash_attention():
+        for strategy in ("no_shard", "optim_grads_params", "fsdp2"):
+            worker = w.worker_of(path, strategy, ulysses_sequence_parallel_size=2, model=model)
+            done = [worker.train_batch(w.batch(step, 0, 1)) for step in range(3)]
+            metrics = [each["metrics"] for each in done if each is not None]  # of the first rank alone
+            found.append(([(each["loss"], each["grad_norm"]) for each in metrics], w.weights(worker)))
+    return found
+
+
+def test_split_sequences_train_as_one_process(tmp_path):
+    path = w.save_model(tmp_path / "model")
+    ((steps, weights),) = run_distributed(_reference, 1, path, False)
+    for found in run_distributed(_over_split_sequences, 2, path)[0]:
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(steps), **LOSSES)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[1][name], weight, **WEIGHTS)
+
+
 @pytest.mark.long
 def test_a_hybrid_trains_as_one_process(tmp_path):
     path = w.save_model(tmp_path / "model")
@@ -250,19 +271,13 @@ def test_bad_input_is_one_line(tmp_path):
 
 
 def _reject(path: str) -> None:
-    from verl.workers.config import FSDPEngineConfig
-
     with w.verl_environment():
         with pytest.raises(ConfigError, match="set offload_activations in the engine's settings"):
             w.worker_of(path, "optim", model={"enable_activation_offload": True})
         with pytest.raises(OptimizerError, match="Adafactor is not elementwise"):
             w.worker_of(path, "no_shard", optim={"optimizer": "Adafactor", "override_optimizer_config": None})
-        with pytest.raises(ConfigError, match=r"optim\.clip_grad is None; give a norm"):
-            w.worker_of(path, "optim", optim={"clip_grad": None})
         engine = w.worker_of(path, "optim").engine
         with pytest.raises(ConfigError, match="to was given 'meta'; it takes 'cpu'"):
             engine.to("meta")
-        with pytest.raises(ConfigError, match="call prime_delta_snapshots after a full sync"):
-            engine.get_per_tensor_param_delta_shard()
-        with pytest.raises(ConfigError, match=r"_target_: shardstack\.adapters\.verl\.ShardstackEngineConfig"):
-            type(engine)(engine.model_config, FSDPEngineConfig(), engine.optimizer_config, engine.checkpoint_config)
+        with pytest.raises(AssertionError, match="no seed snapshot for this shard; run the seed export first"):
+            next(engine.get_per_tensor_param_delta_shard()[0])

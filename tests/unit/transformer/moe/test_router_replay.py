@@ -300,6 +300,20 @@ def test_torchs_checkpoint_takes_megatrons_list(instances):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+def test_megatrons_form_works_after_a_context(instances):
+    (model,) = _training(moe_enable_routing_replay=True).build()
+    first = micro_batches(0, 0)[0]
+    with record(model) as recorded:
+        loss_of(model, first)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    loss_of(model, first)
+    by_layer = recorded[0].transpose(0, 1).flatten(0, 1).unbind(1)
+    assert all(map(torch.equal, map(torch.Tensor.int, RouterReplay.get_recorded_data()), by_layer))
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(DataError, match="set_replay_data first"):
+        loss_of(model, first)
+
+
 def test_routers_are_listed_only_if_the_config_says_so(instances):
     assert layer_of().router.router_replay is None and instances == []
     assert layer_of(moe_enable_routing_replay=True).router.router_replay is instances[0]
@@ -501,6 +515,7 @@ def test_an_error_inside_is_the_one_that_is_raised():
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_integers_of_any_width_are_replayed(dtype):
     layer = layer_of()
-    with replay(layer, _ROWS.to(dtype)):
-        experts = layer.router(torch.randn(3, 2, 8))[1]
+    for rows in (_ROWS.to(dtype), _ROWS.to(dtype).numpy(), [_ROWS.tolist()]):
+        with replay(layer, rows):
+            experts = layer.router(torch.randn(3, 2, 8))[1]
     assert experts.dtype == torch.int64 and torch.equal(experts.view(3, 2, 2), _ROWS.view(2, 3, 2).transpose(0, 1))
