@@ -21,7 +21,7 @@ from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .param_groups import groups_to_json, load_groups, saved_settings
-from .update_rules import MASTER, Numbers
+from .update_rules import MASTER, Numbers, saved_master
 
 if TYPE_CHECKING:
     from .torch_rule import UpdateRule
@@ -205,9 +205,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         for p in self._params:
             tensors |= {f"{kind}.{p.name}": p.whole(state) for kind, state in self.rule.state_of(p.main).items()}
             if p.is_low_precision:
-                stored = self.rule.stored
-                master = p.main if stored is None else stored.for_checkpoint(p.main, MASTER, p.main)
-                tensors[f"{MASTER}.{p.name}"] = p.whole(master)
+                tensors[f"{MASTER}.{p.name}"] = p.whole(saved_master(self.rule, p.main))
         tensors |= self.average.state_tensors() if self.average is not None else {}
         when_loaded(tensors.values(), self._note_loaded)
         return tensors

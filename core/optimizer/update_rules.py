@@ -298,6 +298,11 @@ def read_master(rule: SkippableRule | TorchRule, main: Tensor) -> Tensor:
     return main if copy is None else copy
 
 
+def saved_master(rule: SkippableRule | TorchRule, main: Tensor) -> Tensor:
+    """Returns the fp32 master of a parameter in low precision for a checkpoint: a copy, as `state_of`, or `main`."""
+    return main if rule.stored is None else rule.stored.for_checkpoint(main, MASTER, main)
+
+
 def write_master(rule: SkippableRule | TorchRule, main: Tensor, values: Tensor, step: int) -> None:
     """Stores what `read_master` returned, if that is not the main tensor itself.
 

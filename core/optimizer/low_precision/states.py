@@ -44,7 +44,7 @@ class StoredStates:
         # By main tensor and kind. `add` and `add_masters` add.
         self._columns: dict[Tensor, dict[str, Stored]] = {main: {} for main in self._params}
         # What `for_checkpoint` has returned since the last update, into which a checkpoint may be loaded.
-        self._copies: list[tuple[Stored, Tensor]] = []
+        self._copies: dict[Stored, Tensor] = {}
         self._places: dict[Tensor, Places] = {p.main: Places(p.whole(p.main), p.main.device) for p in params}
         self.shared = SharedScales((), group, current_device())
 
@@ -116,7 +116,7 @@ class StoredStates:
         self, kernel: Kernel, rule: SkippableRule, pairs: list[list[Tensor]], names: Sequence[str]
     ) -> list[list[Tensor]]:
         """Updates the parameters that have a column here. Returns the other pairs. Arguments as `_update`'s."""
-        self._copies = []
+        self._copies = {}
         own = [pair for pair in pairs if self._columns[pair[0]].keys() & {MASTER, *names}]
         for p, grad in own:
             rule.move_to(p.device)
@@ -153,14 +153,14 @@ class StoredStates:
         if column is None:
             return plain
         copy = column.read_all().view(main.shape).cpu()
-        self._copies.append((column, copy))
+        self._copies[column] = copy
         return copy
 
     def take_copies(self) -> None:
         """Stores what was loaded into copies of `for_checkpoint`. All ranks call it."""
-        for column, copy in self._copies:
+        for column, copy in self._copies.items():
             column.write_all(copy, 0)
-        self._copies = []
+        self._copies = {}
         self.shared.agree()
 
 

@@ -13,6 +13,8 @@ _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
 _MUON = "tests/unit/optimizer/muon/test_rule.py"
 _MUON_OVER_RANKS = "tests/unit/optimizer/muon/test_matrix_owners.py"
 _AVERAGED = "tests/unit/optimizer/test_averaged_weights.py"
+_IN_8_BITS = "tests/unit/optimizer/low_precision"
+_ANY_CUT = f"{_IN_8_BITS}/test_states.py::test_bits_are_those_of_one_process_on_any_cut"
 _OWN = "tests/unit/optimizer/test_shard_optimizer.py"
 _OWN_RULE = "tests/unit/optimizer/test_torch_rule.py"
 
@@ -285,8 +287,8 @@ MUTATIONS = (
         r"self\._lead = self\._runs\[0\]\.origin % BLOCK",
         "self._lead = 0",
         (
-            _ANY_CUT,
-            "tests/unit/optimizer/low_precision/test_places.py::test_places_and_blocks_are_those_of_the_whole_tensor",
+            f"{_ANY_CUT}[dynamic8, average in linear8: zero2 on 2 to fsdp2 on 2]",
+            f"{_IN_8_BITS}/test_places.py::test_places_and_blocks_are_those_of_the_whole_tensor",
         ),
     ),
     Mutation(
@@ -294,27 +296,27 @@ MUTATIONS = (
         "core.optimizer.low_precision.stored.SharedScales.agree",
         r"if not self\._size:",
         "if True:",
-        (_ANY_CUT,),
+        (f"{_ANY_CUT}[dynamic8, average in linear8: zero2 on 2 to fsdp2 on 2]",),
     ),
     Mutation(
         "rounding has the same random bits in every step",
         "core.optimizer.low_precision.formats.key_of",
         r"\{name\} \{step\}",
         "{name}",
-        ("tests/unit/optimizer/low_precision/test_formats.py::test_random_bits_depend_on_place_name_and_step",),
+        (f"{_IN_8_BITS}/test_formats.py::test_random_bits_depend_on_place_name_and_step",),
     ),
     Mutation(
         "random bits of rounding are numbered on each rank",
         "core.optimizer.low_precision.stored.Stored._bits",
         r"self\.places\.places\(start, end\)",
         "torch.arange(start, end)",
-        (_ANY_CUT,),
+        (f"{_ANY_CUT}[bf16, average in none: ddp on 2 to zero1 on 2 tp2]",),
     ),
     Mutation(
         "what is loaded into copies of 8-bit state is dropped",
         "core.optimizer.optimizer_state.OptimizerState.load_state_scalars",
         r"self\.rule\.stored is not None",
         "False",
-        (_ANY_CUT,),
+        (f"{_ANY_CUT}[bf16, average in none: ddp on 2 to zero1 on 2 tp2]",),
     ),
 )

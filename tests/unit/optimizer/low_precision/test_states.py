@@ -79,7 +79,13 @@ def _pairs() -> list[tuple[str, str, tuple[int, str, int], tuple[int, str, int]]
     ]
 
 
-@pytest.mark.parametrize(("kind", "average", "writer", "reader"), _pairs())
+def _name(case: tuple[str, str, tuple[int, str, int], tuple[int, str, int]]) -> str:
+    kind, average, *layouts = case
+    names = [f"{wrapper} on {ranks}" + (" tp2" if tp > 1 else "") for ranks, wrapper, tp in layouts]
+    return f"{kind}, average in {average or 'none'}: {' to '.join(names)}"
+
+
+@pytest.mark.parametrize(("kind", "average", "writer", "reader"), _pairs(), ids=map(_name, _pairs()))
 def test_bits_are_those_of_one_process_on_any_cut(tmp_path: Path, kind, average, writer, reader) -> None:
     run_anywhere(_write, writer[0], kind, average, *writer[1:], str(tmp_path / "first"))
     run_anywhere(_continue, reader[0], kind, average, *reader[1:], str(tmp_path / "first"), str(tmp_path / "second"))
