@@ -131,9 +131,9 @@ class OptimizerConfig:
     """How second moments are kept."""
 
     main_params_dtype: MainDtype = "fp32"
-    """What an update of parameters in bf16 writes to: a master copy in ``"fp32"``; ``"bf16_with_rest"``, the parameter
-    and the 16 bits that it lacks, which is as exact and takes 2 bytes less; or ``"bf16"``, the parameter alone,
-    rounded stochastically, which takes 4 bytes less."""
+    """What an update of parameters in bf16 writes to: a master copy in ``"fp32"``, or ``"bf16_with_rest"``, the
+    parameter and the 16 bits that it lacks, which is as exact and takes 2 bytes less, or ``"bf16"``, the parameter
+    alone, rounded stochastically, which takes 4 bytes less."""
 
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient. 0 turns clipping off. The norm is measured and returned either way."""

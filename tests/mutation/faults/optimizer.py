@@ -287,7 +287,7 @@ MUTATIONS = (
         r"self\._lead = self\._runs\[0\]\.origin % BLOCK",
         "self._lead = 0",
         (
-            f"{_ANY_CUT}[dynamic8, average in linear8: zero2 on 2 to fsdp2 on 2]",
+            f"{_ANY_CUT}[dynamic8-linear8-2_zero2-2_fsdp2]",
             f"{_IN_8_BITS}/test_places.py::test_places_and_blocks_are_those_of_the_whole_tensor",
         ),
     ),
@@ -296,7 +296,7 @@ MUTATIONS = (
         "core.optimizer.low_precision.stored.SharedScales.agree",
         r"if not self\._size:",
         "if True:",
-        (f"{_ANY_CUT}[dynamic8, average in linear8: zero2 on 2 to fsdp2 on 2]",),
+        (f"{_ANY_CUT}[dynamic8-linear8-2_zero2-2_fsdp2]",),
     ),
     Mutation(
         "rounding has the same random bits in every step",
@@ -310,13 +310,13 @@ MUTATIONS = (
         "core.optimizer.low_precision.stored.Stored._bits",
         r"self\.places\.places\(start, end\)",
         "torch.arange(start, end)",
-        (f"{_ANY_CUT}[bf16, average in none: ddp on 2 to zero1 on 2 tp2]",),
+        (f"{_ANY_CUT}[bf16-no_average-2_ddp-2_zero1_tp2]",),
     ),
     Mutation(
         "what is loaded into copies of 8-bit state is dropped",
         "core.optimizer.optimizer_state.OptimizerState.load_state_scalars",
         r"self\.rule\.stored is not None",
         "False",
-        (f"{_ANY_CUT}[bf16, average in none: ddp on 2 to zero1 on 2 tp2]",),
+        (f"{_ANY_CUT}[bf16-no_average-2_ddp-2_zero1_tp2]",),
     ),
 )

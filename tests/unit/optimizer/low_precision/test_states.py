@@ -81,8 +81,8 @@ def _pairs() -> list[tuple[str, str, tuple[int, str, int], tuple[int, str, int]]
 
 def _name(case: tuple[str, str, tuple[int, str, int], tuple[int, str, int]]) -> str:
     kind, average, *layouts = case
-    names = [f"{wrapper} on {ranks}" + (" tp2" if tp > 1 else "") for ranks, wrapper, tp in layouts]
-    return f"{kind}, average in {average or 'none'}: {' to '.join(names)}"
+    names = [f"{ranks}_{wrapper}" + ("_tp2" if tp > 1 else "") for ranks, wrapper, tp in layouts]
+    return "-".join([kind, average or "no_average", *names]).replace(" ", "_")
 
 
 @pytest.mark.parametrize(("kind", "average", "writer", "reader"), _pairs(), ids=map(_name, _pairs()))
