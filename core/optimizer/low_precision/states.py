@@ -88,8 +88,8 @@ class StoredStates:
                 state.update({f"{kind}.{part}": tensor for part, tensor in column.tensors().items()})
         if config.main_params_dtype != "fp32" and not any(p.is_low_precision for p in self._params.values()):
             raise ConfigError(
-                f"main_params_dtype is {config.main_params_dtype}, and no parameter is in bf16; cast the model, or "
-                "leave it at fp32"
+                f"main_params_dtype is {config.main_params_dtype}, and no parameter is in bf16; leave it at fp32: "
+                "parameters in fp32, also those that a wrapper gathers in bf16, have no masters"
             )
         self.agree_on_blocks()
 

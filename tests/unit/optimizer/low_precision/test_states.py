@@ -10,8 +10,10 @@ import torch
 
 from core.base.errors import ConfigError
 from core.dist_checkpointing import load
+from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.averaged_weights import AveragedWeights
+from core.transformer import TransformerConfig
 from tests.unit._spawn import run_anywhere
 from tests.unit.dist_checkpointing._pieces import Shapes
 from tests.unit.optimizer._squares import Squares, assert_saved, build, continue_from, state_of, train, write
@@ -190,3 +192,35 @@ def _sleeps(kind: str, wrapper: str, releases: bool) -> list[float]:
 def test_state_sleeps_and_wakes(kind: str) -> None:
     expected = run_anywhere(_sleeps, 2, kind, "zero3", False)
     assert run_anywhere(_sleeps, 2, kind, "zero3", True) == expected
+
+
+def _losses(settings: dict[str, Any]) -> list[float]:
+    """Twenty steps of a small GPT on sequences that count upwards."""
+    torch.manual_seed(4)
+    dtype = torch.bfloat16 if "main_params_dtype" in settings else torch.float32
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+    model = GPTModel(config, vocab_size=96, max_sequence_length=32).to(dtype)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=2e-3, bf16=dtype == torch.bfloat16, **settings), [model])
+    losses = []
+    for step in range(20):
+        starts = torch.randint(96, (8, 1), generator=torch.Generator().manual_seed(step))
+        tokens = (starts + torch.arange(33)) % 96
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_losses_are_near_those_of_fp32(is_bf16: bool) -> None:
+    masters = {"main_params_dtype": "fp32"} if is_bf16 else {}
+    expected = _losses(masters)
+    assert expected[-1] < 0.85 * expected[0]
+    kept = [{"exp_avg_dtype": name, "exp_avg_sq_dtype": name} for name in ("bf16", "dynamic8")]
+    kept += [{"main_params_dtype": name} for name in ("bf16", "bf16_with_rest")] if is_bf16 else []
+    for formats in kept:
+        found = _losses(masters | formats)
+        assert found != expected
+        assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) <= 0.005, formats
