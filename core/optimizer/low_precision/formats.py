@@ -18,7 +18,7 @@ BOOKS = ("dynamic8", "linear8")
 element exactly, where published tables end just below 1, so that values that are encoded again keep their codes."""
 
 _DECADES = 7
-_LEAST_SCALE = 2.0**-100
+LEAST_SCALE = 2.0**-100
 """Blocks whose largest element is smaller are kept as zeros: their codes would leave the normal numbers of fp32."""
 
 
@@ -85,11 +85,6 @@ def levels_of(book: str, is_signed: bool, device: torch.device) -> tuple[Tensor,
     codes = torch.zeros(256)
     codes[torch.arange(len(levels)) - len(below)] = levels  # negative ones from the end
     return levels.to(device), codes.to(device)
-
-
-def scales_for(largest: Tensor) -> Tensor:
-    """Returns the scales of blocks by their largest magnitudes."""
-    return torch.where(largest < _LEAST_SCALE, 0.0, largest)
 
 
 def encode(values: Tensor, scales: Tensor, book: str, is_signed: bool, bits: Tensor | None) -> Tensor:

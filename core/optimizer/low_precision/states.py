@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,17 +13,9 @@ from ...base.dtypes import dtype_name
 from ...base.errors import ConfigError
 from ..main_params import MainParam
 from ..optimizer_config import OptimizerConfig, StateDtype
-from ..update_rules import (
-    CHUNK_ELEMENTS,
-    GPU_CHUNK_ELEMENTS,
-    MASTER,
-    Kernel,
-    SkippableRule,
-    ensure_state,
-    in_whole_vectors,
-)
+from ..update_rules import CHUNK_ELEMENTS, MASTER, Kernel, SkippableRule, ensure_state, in_whole_vectors
 from .places import Places
-from .stored import InBlocks, Rounded, SharedScales, Stored, WithRest
+from .stored import CHUNK, InBlocks, Rounded, SharedScales, Stored, WithRest
 
 LEAST_ELEMENTS = 4096
 """A smaller tensor of the whole model has no blocks: its state stays in fp32, as in torchao and bitsandbytes."""
@@ -41,7 +32,7 @@ class StoredStates:
 
     def __init__(self, params: Sequence[MainParam], group: dist.ProcessGroup | None) -> None:
         self._params, self._group = {p.main: p for p in params}, group
-        # By main tensor and kind. `add` and `add_masters` add.
+        # By main tensor and kind. `add` and `add_state` add.
         self._columns: dict[Tensor, dict[str, Stored]] = {main: {} for main in self._params}
         # What `for_checkpoint` has returned since the last update, into which a checkpoint may be loaded.
         self._copies: dict[Stored, Tensor] = {}
@@ -54,20 +45,15 @@ class StoredStates:
         Args:
             moves_slowly: updates are far below a step of 8 bits, so that these are rounded stochastically.
         """
-        p, places, memory = (
-            self._params[main],
-            self._places[main],
-            partial(torch.zeros, main.numel(), device=main.device),
-        )
-        name, numel = f"{kind}.{p.name}", p.whole(main).numel()
-        if dtype == "fp32" or (dtype != "bf16" and numel < LEAST_ELEMENTS):
+        p = self._params[main]
+        if dtype == "fp32" or (dtype != "bf16" and p.whole(main).numel() < LEAST_ELEMENTS):
             return None
         _check_dtype(p, f"{kind} is to be kept in {dtype}", (torch.float32, torch.bfloat16, torch.float16))
-        column: Stored = (
-            Rounded(memory(dtype=torch.bfloat16), places, name)
-            if dtype == "bf16"
-            else InBlocks(memory(dtype=torch.uint8), places, name, dtype, kind != "exp_avg_sq", moves_slowly)
+        memory = torch.zeros(
+            main.numel(), dtype=torch.bfloat16 if dtype == "bf16" else torch.uint8, device=main.device
         )
+        args = memory, self._places[main], f"{kind}.{p.name}"
+        column = Rounded(*args) if dtype == "bf16" else InBlocks(*args, dtype, kind != "exp_avg_sq", moves_slowly)
         self._columns[main][kind] = column
         return column
 
@@ -129,7 +115,7 @@ class StoredStates:
         plain = {MASTER: p} | {name: state[name] for name in names}
         sources = [columns.get(kind, tensor.reshape(-1)) for kind, tensor in plain.items()]
         grads = grad.reshape(-1)
-        for start, end in self._places[p].chunks(GPU_CHUNK_ELEMENTS if is_on_gpu(p) else CHUNK_ELEMENTS):
+        for start, end in self._places[p].chunks(CHUNK if is_on_gpu(p) else CHUNK_ELEMENTS):
             main, *others = (one.read(start, end) if isinstance(one, Stored) else one[start:end] for one in sources)
             in_whole_vectors(kernel, [[main, *rule.as_read([grads[start:end]], torch.float32), *others]])
             for source, new in zip(sources, (main, *others), strict=True):

@@ -18,6 +18,9 @@ from ...dist_checkpointing.agreement import Ranks
 from . import formats
 from .places import Places
 
+CHUNK = 1 << 22
+"""Elements that are written at a time at most: random bits and codes take some 50 bytes each meanwhile."""
+
 
 class Stored(ABC):
     """One tensor of `[n]` elements, this rank's part of a tensor of the whole model.
@@ -49,8 +52,9 @@ class Stored(ABC):
 
     def write_all(self, new: Tensor, step: int) -> None:
         """Stores all elements, from a tensor of any shape, on any device."""
-        if new.numel():
-            self.write(0, self.places.numel, new.detach().to(self.values.device).contiguous().view(-1), step)
+        flat = new.detach().to(self.values.device).reshape(-1)
+        for start, end in self.places.chunks(CHUNK) if len(flat) else ():
+            self.write(start, end, flat[start:end], step)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns its memory besides `values`, by kind."""
@@ -110,7 +114,7 @@ class InBlocks(Stored):
 
     def write(self, start: int, end: int, new: Tensor, step: int) -> None:
         self.places.write_largest(start, end, new, self.scales)
-        self.scales.copy_(formats.scales_for(self.scales))
+        self.scales.masked_fill_(self.scales < formats.LEAST_SCALE, 0.0)
         self._encode(start, end, new, step)
         for first, last in self.places.shared_ranges:
             if start <= first < end:
