@@ -187,6 +187,10 @@ def wrapper_configs(values: Mapping[str, Any], wrappers: Sequence[str]) -> dict[
     return configs
 
 
+_BYTES = {"fp32": 4, "bf16": 2, "dynamic8": 1 + 4 / 256, "linear8": 1 + 4 / 256}
+"""Bytes of an element of optimizer state by its format."""
+
+
 def formula_memory(
     config: PretrainConfig, plans: Sequence[Plan], pipeline_rank: int, schedule: Sequence[Pass]
 ) -> Mapping[str, int]:
@@ -205,9 +209,12 @@ def formula_memory(
     stages = config.model.pipeline_model_parallel_size
     # Micro-batches of one of the rank's stages whose backward is to come, at most.
     under_way = max(itertools.accumulate(1 if is_forward else -1 for _, is_forward, _ in schedule), default=1)
-    masters = sum(p.numel * 4 // p.params[0].num_parts for p in pieces if p.param_dtype.itemsize < 4)
-    states = {"adam": 8, "sgd": 4}.get(config.optimizer.optimizer, 4)
-    moments = sum(piece.numel * states // piece.params[0].num_parts for piece in pieces)
+    of_master = {"fp32": 4, "bf16_with_rest": 2, "bf16": 0}[config.optimizer.main_params_dtype]
+    masters = sum(int(p.numel * of_master) // p.params[0].num_parts for p in pieces if p.param_dtype.itemsize < 4)
+    states = _BYTES[config.optimizer.exp_avg_dtype] + (
+        _BYTES[config.optimizer.exp_avg_sq_dtype] if config.optimizer.optimizer == "adam" else 0
+    )
+    moments = sum(int(piece.numel * states) // piece.params[0].num_parts for piece in pieces)
     return {
         PARAMETERS: sum(unit.kept_bytes for unit in units),
         GATHERED: most_gathered + root,

@@ -37,9 +37,12 @@ def random_bits(places: Tensor, key: tuple[int, int]) -> Tensor:
         places: `[n]` in int64, of which 32 bits count.
     """
     bits = (places & 0xFFFFFFFF) ^ key[0]
-    bits = ((bits ^ bits >> 16) * 0x21F0AAAD & 0xFFFFFFFF) ^ key[1]
-    bits = (bits ^ bits >> 15) * 0x735A2D97 & 0xFFFFFFFF
-    return (bits ^ bits >> 15) & 0xFFFF
+    bits ^= bits >> 16
+    bits.mul_(0x21F0AAAD).bitwise_and_(0xFFFFFFFF).bitwise_xor_(key[1])
+    bits ^= bits >> 15
+    bits.mul_(0x735A2D97).bitwise_and_(0xFFFFFFFF)
+    bits ^= bits >> 15
+    return bits.bitwise_and_(0xFFFF)
 
 
 def to_bf16(values: Tensor, bits: Tensor) -> Tensor:
@@ -87,6 +90,25 @@ def levels_of(book: str, is_signed: bool, device: torch.device) -> tuple[Tensor,
     return levels.to(device), codes.to(device)
 
 
+@functools.cache
+def _numbers_below(book: str, is_signed: bool, device: torch.device, to_nearest: bool) -> tuple[Tensor, Tensor]:
+    """Returns, by the upper 16 bits of a ratio, the first level for these, and from where on it is the next one.
+
+    Between ratios of the same upper bits there is at most one bound: levels are at least 1/256 of a binade apart. Two
+    look-ups take a fifth of `torch.bucketize`'s time on a CPU.
+
+    Args:
+        to_nearest: levels begin in the middle between two; else where they are.
+    """
+    levels, _ = levels_of(book, is_signed, torch.device("cpu"))
+    bounds = (levels[1:] + levels[:-1]) / 2 if to_nearest else levels[1:]
+    bits = torch.arange(1 << 16, dtype=torch.int32) << 16
+    ends = torch.stack([bits.view(torch.float32), (bits | 0xFFFF).view(torch.float32)]).nan_to_num(0.0)
+    first, last = (torch.bucketize(end, bounds, right=True) for end in (ends.amin(0), ends.amax(0)))
+    next_bounds = torch.where(last > first, bounds[first.clamp(max=len(bounds) - 1)], torch.inf)
+    return first.int().to(device), next_bounds.to(device)
+
+
 def encode(values: Tensor, scales: Tensor, book: str, is_signed: bool, bits: Tensor | None) -> Tensor:
     """Returns the codes of fp32 values, in uint8.
 
@@ -98,11 +120,12 @@ def encode(values: Tensor, scales: Tensor, book: str, is_signed: bool, bits: Ten
     """
     levels, _ = levels_of(book, is_signed, values.device)
     ratios = values / torch.where(scales > 0, scales, 1.0)
-    if bits is None:
-        chosen = torch.bucketize(ratios, (levels[1:] + levels[:-1]) / 2)
-    else:
-        lower = torch.bucketize(ratios, levels[1:], right=True)
-        start, end = levels[lower], levels[(lower + 1).clamp(max=len(levels) - 1)]
+    numbers, bounds = _numbers_below(book, is_signed, values.device, bits is None)
+    upper_bits = ratios.view(torch.int32) >> 16 & 0xFFFF
+    chosen = numbers.index_select(0, upper_bits) + (ratios >= bounds.index_select(0, upper_bits))
+    if bits is not None:
+        lower, above = chosen, (chosen + 1).clamp(max=len(levels) - 1)
+        start, end = levels.index_select(0, lower), levels.index_select(0, above)
         # Of 14 bits: a level that was multiplied by its scale and divided again is that level still.
         share = ((ratios - start) / (end - start) * 0x4000).round()  # the last level's is not a number
         chosen = torch.where((bits & 0x3FFF) < share, lower + 1, lower)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.optimizer.low_precision import formats
+from tests.unit._on_gpu import needs_gpu
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,21 @@ def test_values_that_are_encoded_again_keep_codes(book: str, is_signed: bool, is
         assert ((decoded > 0) | (values < 2.0**-100)).all()
 
 
+@pytest.mark.parametrize("to_nearest", [False, True])
+@pytest.mark.parametrize("is_signed", [True, False])
+@pytest.mark.parametrize("book", formats.BOOKS)
+def test_looked_up_levels_are_those_that_a_search_finds(book: str, is_signed: bool, to_nearest: bool) -> None:
+    levels, _ = formats.levels_of(book, is_signed, CPU)
+    bounds = (levels[1:] + levels[:-1]) / 2 if to_nearest else levels[1:]
+    draws = torch.Generator().manual_seed(9)
+    ratios = (torch.rand(1 << 18, generator=draws) * 2 - 1) * 10 ** (torch.rand(1 << 18, generator=draws) * -8)
+    near = [torch.nextafter(bounds, torch.tensor(end)) for end in (2.0, -2.0)]
+    ratios = torch.cat([ratios, bounds, *near, torch.tensor([0.0, -0.0, 1.0])]).clamp(-1.0 if is_signed else 0.0, 1.0)
+    numbers, next_bounds = formats._numbers_below(book, is_signed, CPU, to_nearest)
+    upper = ratios.view(torch.int32) >> 16 & 0xFFFF
+    assert torch.equal(numbers[upper] + (ratios >= next_bounds[upper]), torch.bucketize(ratios, bounds, right=True))
+
+
 def test_a_code_of_zero_is_zero() -> None:
     codes = formats.encode(torch.zeros(5), torch.zeros(5), "dynamic8", True, None)
     assert codes.tolist() == [0] * 5
@@ -120,3 +136,21 @@ def test_random_bits_depend_on_place_name_and_step() -> None:
             assert agree <= 1 + 5 + 1  # one in 65536 by chance
     whole = formats.random_bits(places, formats.key_of("a", 1))
     assert torch.equal(whole[777:5000], formats.random_bits(places[777:5000], formats.key_of("a", 1)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("book", formats.BOOKS)
+def test_a_gpu_has_the_codes_of_a_cpu(book: str) -> None:
+    values, places = _values(True), torch.arange(400 * 256)
+    scales, bits = _scales(values), formats.random_bits(places, formats.key_of("a", 1))
+    on_gpu = [tensor.cuda() for tensor in (values, scales, places)]
+    assert torch.equal(formats.random_bits(on_gpu[2], formats.key_of("a", 1)).cpu(), bits)
+    for own, gpus in ((None, None), (bits, bits.cuda())):
+        codes = formats.encode(values, scales, book, True, own)
+        assert torch.equal(formats.encode(*on_gpu[:2], book, True, gpus).cpu(), codes)
+        assert torch.equal(
+            formats.decode(codes.cuda(), on_gpu[1], book, True).cpu(), formats.decode(codes, scales, book, True)
+        )
+    assert torch.equal(formats.to_bf16(on_gpu[0], bits.cuda()).cpu(), formats.to_bf16(values, bits))
+    assert torch.equal(formats.join(*formats.split(on_gpu[0])).cpu(), values)
