@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from ..base.errors import OptimizerError
 from ..base.parameters import local_part
 from .main_params import MainParam
 from .update_rules import Numbers, SkippableRule
-
-if TYPE_CHECKING:
-    from .low_precision.states import StoredStates
 
 _SHAPES = ((6, 35), (130, 1, 1, 130))
 """Of the probe's tensors. The second has the dims of a convolution's, and the size of a large matrix."""
@@ -55,8 +52,8 @@ class TorchRule:
     """
 
     skips_on_device = False
-    stored: StoredStates | None = None
-    """What is kept in fewer than 32 bits: an average, never its state."""
+    stored: Any = None
+    """As a `SkippableRule`'s: an average alone, never its state."""
 
     def __init__(self, optimizer: Optimizer, params: Mapping[nn.Parameter, MainParam]) -> None:
         self.optimizer = optimizer

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ from .adamw_in_one_pass import update_in_one_pass
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides
-
-if TYPE_CHECKING:
-    from .low_precision.states import StoredStates
-    from .torch_rule import TorchRule
 
 Columns = list[list[Tensor]]
 """Parameters, their gradients, and one list for each kind of state."""
@@ -65,8 +61,9 @@ class SkippableRule(torch.optim.Optimizer):
     state_names: tuple[str, ...] = ()
     """Names of the state tensors of each parameter."""
 
-    stored: StoredStates | None = None
-    """What is kept in fewer than 32 bits. The optimizer's builder sets it once. None if nothing is."""
+    stored: Any = None
+    """What is kept in fewer than 32 bits, a `low_precision.states.StoredStates`, or None. Set once, by the optimizer's
+    builder or `AveragedWeights`."""
 
     table: str = ""
     """What updates each parameter, as text for a log. Empty if all have one rule."""
@@ -155,7 +152,7 @@ class SkippableRule(torch.optim.Optimizer):
 
     def read(self, main: Tensor, kind: str) -> Tensor:
         """Returns a tensor of a parameter's state, to be changed in fp32 and given to `write`."""
-        copy = None if self.stored is None else self.stored.read(main, kind)
+        copy: Tensor | None = None if self.stored is None else self.stored.read(main, kind)
         return ensure_state(self, main, (kind,))[kind] if copy is None else copy
 
     def write(self, main: Tensor, kind: str, values: Tensor) -> None:
@@ -292,18 +289,23 @@ MASTER = "master"
 """Kind of what an update writes to in `StoredStates`: parameters themselves, where these have no fp32 master."""
 
 
-def read_master(rule: SkippableRule | TorchRule, main: Tensor) -> Tensor:
-    """Returns the fp32 values of a main tensor, to be changed and given to `write_master`."""
-    copy = None if rule.stored is None else rule.stored.read(main, MASTER)
+def read_master(rule: Any, main: Tensor) -> Tensor:
+    """Returns the fp32 values of a main tensor, to be changed and given to `write_master`.
+
+    Args:
+        rule: of any kind, also a `TorchRule`.
+    """
+    copy: Tensor | None = None if rule.stored is None else rule.stored.read(main, MASTER)
     return main if copy is None else copy
 
 
-def saved_master(rule: SkippableRule | TorchRule, main: Tensor) -> Tensor:
+def saved_master(rule: Any, main: Tensor) -> Tensor:
     """Returns the fp32 master of a parameter in low precision for a checkpoint: a copy, as `state_of`, or `main`."""
-    return main if rule.stored is None else rule.stored.for_checkpoint(main, MASTER, main)
+    master: Tensor = main if rule.stored is None else rule.stored.for_checkpoint(main, MASTER, main)
+    return master
 
 
-def write_master(rule: SkippableRule | TorchRule, main: Tensor, values: Tensor, step: int) -> None:
+def write_master(rule: Any, main: Tensor, values: Tensor, step: int) -> None:
     """Stores what `read_master` returned, if that is not the main tensor itself.
 
     Args:
