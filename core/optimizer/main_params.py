@@ -62,6 +62,9 @@ class MainParam:
     is_low_precision: bool = field(init=False)
     """Whether the parameter is in fp16 or bf16, so that its update needs more than its own bits. Fixed."""
 
+    is_copied: bool = field(init=False)
+    """Whether `main` is a master in memory of its own. Fixed."""
+
     rest: Tensor | None = field(default=None, init=False, repr=False)
     """`[n]`: the 16 bits that a parameter in bf16 lacks of its master. `low_precision` sets it once, where it keeps
     masters so."""
@@ -82,13 +85,9 @@ class MainParam:
                 f"parameter {self.name} is on the meta device; materialise the model before its optimizer is built"
             )
         self.is_low_precision = local.dtype in LOW_PRECISION
-        self.main = local.detach().float() if self.is_low_precision and self.has_master else local.detach()
+        self.is_copied = self.is_low_precision and self.has_master
+        self.main = local.detach().float() if self.is_copied else local.detach()
         self.note_storage()
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether `main` is a master in memory of its own."""
-        return self.is_low_precision and self.has_master
 
     def note_storage(self) -> None:
         """Records where the parameter is now."""
