@@ -105,7 +105,7 @@ class AveragedWeights:
         if rule.stored is None:
             rule.stored = StoredStates(params, sharing_ranks(params, self._optimizer.model_groups))
         for p in params:
-            if (column := rule.stored.add(p.main, _AVERAGE, dtype, moves_slowly=True)) is not None:
+            if (column := rule.stored.add(p.main, _AVERAGE, dtype, rounds_stochastically=True)) is not None:
                 column.write_all(read_master(rule, p.main), 0)
         rule.stored.agree_on_blocks()
         rule.stored.shared.agree()
@@ -133,7 +133,11 @@ class AveragedWeights:
         if self.num_averaged == 0:
             raise OptimizerError("there is no average before the first step; train first")
         self.check_may_step()
-        values = [self._values(p) for p in self._optimizer.main_params]
+        params = self._optimizer.main_params
+        # Copies where the model cannot hold an average in fp32, which would come back rounded.
+        values = [
+            self._values(p) if p.is_copied or not p.is_low_precision else self._values(p).clone() for p in params
+        ]
         self._optimizer.exchange_main_tensors(values)
         self._is_swapped = True
         try:

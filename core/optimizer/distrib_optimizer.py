@@ -133,6 +133,12 @@ def get_megatron_optimizer(
     if config.keeps_low_precision:
         from .low_precision.states import StoredStates  # a plug-in: runs in fp32 do not load it
 
+        has_masters = any(stages.all_gather(any(p.is_low_precision for p in params)))
+        if config.main_params_dtype != "fp32" and not has_masters:
+            raise ConfigError(
+                f"main_params_dtype is {config.main_params_dtype}, and no parameter is in bf16; leave it at fp32: "
+                "parameters in fp32, also those that a wrapper gathers in bf16, have no masters"
+            )
         rule.stored = stored = StoredStates(params, sharing_ranks(params, model_groups))
         stages.on_all(lambda: stored.add_state(config, rule))
     return assemble(config, model_chunks, params, rule, model_groups)

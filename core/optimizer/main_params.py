@@ -247,10 +247,19 @@ class WrittenParams:
             return
         for p, is_written in zip(self._params, HostRead(flags).wait(), strict=True):
             if is_written and p.rest is not None:
-                p.rest.zero_()
+                p.rest.masked_fill_(self._is_in_written_run(p), 0)
             elif is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
+
+    def _is_in_written_run(self, p: MainParam) -> Tensor:
+        """Returns of each element of a parameter whether its run was written since the last agreement, `[n]`."""
+        start, stop, run = _runs(p.local(), _row(p))
+        before = self._sums[self._params.index(p)]
+        in_runs, at_start, at_end = (_sums_of_runs(p.local(), _row(p)) != before).split(
+            [(stop - start) // (4 * run), start, p.main.numel() - stop]
+        )
+        return torch.cat([at_start, in_runs.repeat_interleave(4 * run), at_end])
 
     def find_written(self) -> Tensor | None:
         """Returns which parameters were written since the last agreement, or None if none is watched.
@@ -265,7 +274,12 @@ class WrittenParams:
         return torch.stack([(now != before).any().to(device) for now, before in pairs])
 
     def _sums_of_runs(self) -> list[Tensor]:
-        return [_sums_of_runs(p.local(), p.param.shape[-1] if p.param.ndim > 1 else 1) for p in self._params]
+        return [_sums_of_runs(p.local(), _row(p)) for p in self._params]
+
+
+def _row(p: MainParam) -> int:
+    """Returns the number of elements in a row of a parameter, 1 in a vector."""
+    return p.param.shape[-1] if p.param.ndim > 1 else 1
 
 
 _WORDS_COMPARED = 4096
@@ -273,6 +287,14 @@ _WORDS_COMPARED = 4096
 
 _WORDS_OF_RUN = 125
 """Words in a run. Odd, so that columns that change places cross the ends of runs. Longer runs are hardly faster."""
+
+
+def _runs(tensor: Tensor, row: int) -> tuple[int, int, int]:
+    """Returns the elements ``[start, stop)`` of a 16-bit tensor that are in runs, and words of four in each run."""
+    start = min(-tensor.storage_offset() % 4, tensor.numel())
+    words = (tensor.numel() - start) // 4
+    run = 1 if words <= _WORDS_COMPARED else max(1, min(_WORDS_OF_RUN, row // 4 - 1 | 1))
+    return start, start + words // run * run * 4, run
 
 
 def _sums_of_runs(tensor: Tensor, row: int) -> Tensor:
@@ -285,8 +307,5 @@ def _sums_of_runs(tensor: Tensor, row: int) -> Tensor:
         `[runs + rest]` in int64.
     """
     bits = tensor.detach().reshape(-1).view(torch.int16)
-    start = min(-bits.storage_offset() % 4, len(bits))
-    words = (len(bits) - start) // 4
-    run = 1 if words <= _WORDS_COMPARED else max(1, min(_WORDS_OF_RUN, row // 4 - 1 | 1))
-    stop = start + words // run * run * 4
+    start, stop, run = _runs(tensor, row)
     return torch.cat([bits[start:stop].view(torch.int64).view(-1, run).sum(1), bits[:start], bits[stop:]])

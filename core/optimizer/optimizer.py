@@ -148,6 +148,8 @@ class MegatronOptimizer(OptimizerState):
     def _start_reduced(self, report: Tensor | None, *, on_outcome: Callable[[StepOutcome], None] | None) -> None:
         # Gather and check.
         self._check_may_step()
+        if self.rule.stored is not None:
+            self.rule.stored.drop_copies()
         if self._has_unfinished_step and not self._written_params.were_counted():
             written_flags = self._written_params.find_written()  # to wait for it would leave the device without work
         else:

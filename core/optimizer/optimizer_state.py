@@ -194,7 +194,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         All ranks call it. Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, ``master`` and
         ``average``. Each is a tensor of the whole model (`shardstack.dist_checkpointing`'s `global_view` or
         `flat_range_view`) and shares this rank's storage: load into it, then call :meth:`load_state_scalars`. What is
-        kept in fewer bits is copied to fp32 on the host: exactly, and any precision can continue from it. Masters
+        kept in fewer bits is copied to fp32 on the host, exactly, so that any precision can continue from it; these
+        copies are valid until the next step. Masters
         include values that other code has written to parameters in low precision since the last step, because a
         checkpoint stores the master in place of the parameter.
         """
@@ -212,6 +213,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
 
     def _note_loaded(self) -> None:
         self._is_half_loaded = True
+        if self.rule.stored is not None:
+            self.rule.stored.are_filled = True
 
     def check_whole(self) -> None:
         """Raises if a checkpoint has filled tensors of the state alone.
@@ -291,7 +294,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         if self.average is not None:
             self.average.num_averaged = scalars["num_averaged"]
-        if self._is_half_loaded and self.rule.stored is not None:
+        if self.rule.stored is not None:
             self.rule.stored.take_copies()
         self._is_half_loaded = False
         self._publish_parameters()

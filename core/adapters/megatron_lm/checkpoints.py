@@ -197,7 +197,7 @@ class OwnStateInPieces(optimizer.MegatronOptimizer, StateInPieces):
         return [(group, [self._held(params[main]) for main in group["params"]]) for group in self.param_groups]
 
     def _held(self, p: MainParam) -> HeldState:
-        tensors = self.rule.state_of(p.main)
+        tensors = dict(self.rule.state_of(p.main))
         if p.is_low_precision:
             tensors["fp32_param"] = saved_master(self.rule, p.main)
         flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}

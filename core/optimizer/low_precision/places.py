@@ -72,8 +72,10 @@ class Places:
         whole: view of the part as a tensor of the whole model, as `MainParam.whole` returns it.
 
     Attributes:
-        numbers: of each block that the part has elements of, in the order of memory, its number in the whole tensor.
-        shared: indices in `numbers` of blocks that other ranks have elements of.
+        num_blocks: blocks that the part has elements of. Their order is that of the elements, or, where they are
+            scattered, of their numbers in the whole tensor.
+        shared: indices of blocks that other ranks have elements of.
+        shared_numbers: numbers of these in the whole tensor.
         shared_ranges: elements of these, ``[start, end)``, this rank's parts of whole blocks each.
     """
 
@@ -90,15 +92,18 @@ class Places:
         elif ends <= {0}:
             self._lead = 0
         if self._lead is None:
-            self.numbers, counts = (self.places(0, self.numel) // BLOCK).unique(return_counts=True)
+            numbers, counts = (self.places(0, self.numel) // BLOCK).unique(return_counts=True)
         else:
             starts = torch.arange(-self._lead, self.numel, BLOCK, device=device)
             counts = (starts + BLOCK).clamp(max=self.numel) - starts.clamp(min=0)
             firsts = [torch.arange(0, run.numel + self._lead, BLOCK, device=device) for run in self._runs]
-            numbers = [run.places(first - self._lead) // BLOCK for run, first in zip(self._runs, firsts, strict=True)]
-            self.numbers = torch.cat(numbers or [starts])
-        sizes = (whole.numel() - self.numbers * BLOCK).clamp(max=BLOCK)
-        self.shared = (counts < sizes).nonzero().flatten()
+            of_runs = [run.places(first - self._lead) // BLOCK for run, first in zip(self._runs, firsts, strict=True)]
+            numbers = torch.cat(of_runs or [starts])
+        self.num_blocks = len(numbers)
+        # Of each block its number in the whole tensor, where they are scattered.
+        self._numbers = numbers if self._lead is None else numbers[:0]
+        self.shared = (counts < (whole.numel() - numbers * BLOCK).clamp(max=BLOCK)).nonzero().flatten()
+        self.shared_numbers = numbers[self.shared].tolist()
         self.shared_ranges = self._ranges_of_shared()
 
     def places(self, start: int, end: int) -> Tensor:
@@ -128,7 +133,7 @@ class Places:
         """Returns for elements ``[start, end)``, whole blocks of this rank's, what is theirs in `scales`.
 
         Args:
-            scales: `[blocks]`, in the order of `numbers`.
+            scales: `[blocks]`.
         """
         if self._lead is None:
             return scales[self._indices()]
@@ -146,5 +151,5 @@ class Places:
         torch.amax(padded, 1, out=into[first : first + len(padded)])
 
     def _indices(self) -> Tensor:
-        """Returns the index of each element's block in `numbers`, where blocks are scattered."""
-        return torch.searchsorted(self.numbers, self.places(0, self.numel) // BLOCK)
+        """Returns the index of each element's block, where blocks are scattered."""
+        return torch.searchsorted(self._numbers, self.places(0, self.numel) // BLOCK)

@@ -34,16 +34,18 @@ class StoredStates:
         self._params, self._group = {p.main: p for p in params}, group
         # By main tensor and kind. `add` and `add_state` add.
         self._columns: dict[Tensor, dict[str, Stored]] = {main: {} for main in self._params}
-        # What `for_checkpoint` has returned since the last update, into which a checkpoint may be loaded.
+        # What `for_checkpoint` has returned, into which a checkpoint may be loaded. `drop_copies` clears them.
         self._copies: dict[Stored, Tensor] = {}
+        self.are_filled = False
+        """Whether a checkpoint has filled copies. The optimizer sets it; cleared with the copies."""
         self._places: dict[Tensor, Places] = {p.main: Places(p.whole(p.main), p.main.device) for p in params}
         self.shared = SharedScales((), group, current_device())
 
-    def add(self, main: Tensor, kind: str, dtype: StateDtype, *, moves_slowly: bool = False) -> Stored | None:
+    def add(self, main: Tensor, kind: str, dtype: StateDtype, *, rounds_stochastically: bool = False) -> Stored | None:
         """Returns a new column of zeros, or None where values stay in fp32. Call `agree_on_blocks` after the last one.
 
         Args:
-            moves_slowly: updates are far below a step of 8 bits, so that these are rounded stochastically.
+            rounds_stochastically: 8 bits too, for what changes by far less than a step of theirs.
         """
         p = self._params[main]
         if dtype == "fp32" or (dtype != "bf16" and p.whole(main).numel() < LEAST_ELEMENTS):
@@ -52,9 +54,12 @@ class StoredStates:
         memory = torch.zeros(
             main.numel(), dtype=torch.bfloat16 if dtype == "bf16" else torch.uint8, device=main.device
         )
-        args = memory, self._places[main], f"{kind}.{p.name}"
-        column = Rounded(*args) if dtype == "bf16" else InBlocks(*args, dtype, kind != "exp_avg_sq", moves_slowly)
-        self._columns[main][kind] = column
+        places, name, is_signed = self._places[main], f"{kind}.{p.name}", kind != "exp_avg_sq"
+        self._columns[main][kind] = column = (
+            Rounded(memory, places, name)
+            if dtype == "bf16"
+            else InBlocks(memory, places, name, dtype, is_signed, rounds_stochastically)
+        )
         return column
 
     def add_state(self, config: OptimizerConfig, rule: SkippableRule) -> None:
@@ -67,16 +72,16 @@ class StoredStates:
                     state[kind] = column.values.view(main.shape)
             if p.is_low_precision and not p.has_master:
                 _check_dtype(p, f"main_params_dtype is {config.main_params_dtype}", (torch.bfloat16,))
+                if not main.is_contiguous():
+                    raise ConfigError(
+                        f"main_params_dtype is {config.main_params_dtype}, and parameter {p.name} is not contiguous; "
+                        "make it so before the model is wrapped, or leave it at fp32"
+                    )
                 kept = WithRest if config.main_params_dtype == "bf16_with_rest" else Rounded
                 columns[MASTER] = kept(main.view(-1), self._places[main], f"{MASTER}.{p.name}")
                 p.rest = columns[MASTER].tensors().get("rest")
             for kind, column in columns.items():
                 state.update({f"{kind}.{part}": tensor for part, tensor in column.tensors().items()})
-        if config.main_params_dtype != "fp32" and not any(p.is_low_precision for p in self._params.values()):
-            raise ConfigError(
-                f"main_params_dtype is {config.main_params_dtype}, and no parameter is in bf16; leave it at fp32: "
-                "parameters in fp32, also those that a wrapper gathers in bf16, have no masters"
-            )
         self.agree_on_blocks()
 
     def agree_on_blocks(self) -> None:
@@ -102,12 +107,14 @@ class StoredStates:
         self, kernel: Kernel, rule: SkippableRule, pairs: list[list[Tensor]], names: Sequence[str]
     ) -> list[list[Tensor]]:
         """Updates the parameters that have a column here. Returns the other pairs. Arguments as `_update`'s."""
-        self._copies = {}
-        own = [pair for pair in pairs if self._columns[pair[0]].keys() & {MASTER, *names}]
-        for p, grad in own:
-            rule.move_to(p.device)
-            self._update_one(kernel, rule, p, grad, names)
-        return [pair for pair in pairs if not self._columns[pair[0]].keys() & {MASTER, *names}]
+        left = []
+        for p, grad in pairs:
+            if self._columns[p].keys() & {MASTER, *names}:
+                rule.move_to(p.device)
+                self._update_one(kernel, rule, p, grad, names)
+            else:
+                left.append([p, grad])
+        return left
 
     def _update_one(self, kernel: Kernel, rule: SkippableRule, p: Tensor, grad: Tensor, names: Sequence[str]) -> None:
         """Runs the kernel on the columns of a parameter in fp32, a chunk at a time, and stores what it has written."""
@@ -134,20 +141,29 @@ class StoredStates:
                     yield column.values
 
     def for_checkpoint(self, main: Tensor, kind: str, plain: Tensor) -> Tensor:
-        """Returns a tensor of a parameter in fp32: a copy on the host, which `take_copies` stores, or `plain`."""
+        """Returns a tensor of a parameter in fp32: a copy on the host, which `take_copies` stores, or `plain`.
+
+        The copy is the same until they are taken or dropped.
+        """
         column = self.column(main, kind)
         if column is None:
             return plain
-        copy = column.read_all().view(main.shape).cpu()
-        self._copies[column] = copy
-        return copy
+        if column not in self._copies:
+            self._copies[column] = torch.empty(main.shape)
+        if not self.are_filled:
+            self._copies[column].copy_(column.read_all().view(main.shape))
+        return self._copies[column]
 
     def take_copies(self) -> None:
         """Stores what was loaded into copies of `for_checkpoint`. All ranks call it."""
         for column, copy in self._copies.items():
             column.write_all(copy, 0)
-        self._copies = {}
+        self.drop_copies()
         self.shared.agree()
+
+    def drop_copies(self) -> None:
+        """Frees copies, which an update makes old."""
+        self._copies, self.are_filled = {}, False
 
 
 def _check_dtype(p: MainParam, what: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -103,8 +103,8 @@ class InBlocks(Stored):
     ) -> None:
         super().__init__(values, places, name)
         self._book, self._is_signed, self._is_stochastic = book, is_signed, rounds_stochastically
-        # Of each block, in the order of `Places.numbers`.
-        self.scales = torch.zeros(len(places.numbers), device=values.device)
+        # Of each block, in the order of `Places`.
+        self.scales = torch.zeros(places.num_blocks, device=values.device)
         # Values of shared blocks, by range, with the step. `write` adds, `take_shared` clears once scales are agreed.
         self._unagreed: list[tuple[int, int, Tensor, int]] = []
 
@@ -151,7 +151,7 @@ class SharedScales:
     def __init__(self, columns: Iterable[Stored], group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._columns = {c.name: c for c in columns if isinstance(c, InBlocks)}
         self._group, self._device = group, device
-        own = {name: c.places.numbers[c.places.shared].tolist() for name, c in self._columns.items()}
+        own = {name: c.places.shared_numbers for name, c in self._columns.items()}
         shared: dict[str, set[int]] = {}
         for of_rank in Ranks(group, alone=group is None).all_gather(
             {n: blocks for n, blocks in own.items() if blocks}

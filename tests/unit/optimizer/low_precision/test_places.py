@@ -42,17 +42,20 @@ def test_places_and_blocks_are_those_of_the_whole_tensor() -> None:
         assert places.numel == n and torch.equal(places.places(start, end), own[start:end])
         blocks = own // BLOCK
         kinds.add((places._lead is None, bool(places._lead), len(places.shared) > 0))
+        order = list(dict.fromkeys(blocks.tolist()))
+        numbers = torch.tensor(sorted(order) if places._lead is None else order)
+        assert places.num_blocks == len(order)
         # Each element's block, found through chunks, which cut none.
-        numbers = [places.of_blocks(a, b, places.numbers) for a, b in places.chunks(2 * BLOCK) if a < b]
-        assert torch.equal(torch.cat(numbers) if numbers else blocks, blocks)
-        values, largest = torch.randn(n), torch.zeros(len(places.numbers))
+        of_chunks = [places.of_blocks(a, b, numbers) for a, b in places.chunks(2 * BLOCK) if a < b]
+        assert torch.equal(torch.cat(of_chunks) if of_chunks else blocks, blocks)
+        values, largest = torch.randn(n), torch.zeros(len(order))
         for a, b in places.chunks(2 * BLOCK):
             if a < b:
                 places.write_largest(a, b, values[a:b], largest)
-        for number, found in zip(places.numbers, largest, strict=True):
+        for number, found in zip(numbers, largest, strict=True):
             assert found == values[blocks == number].abs().max()
-        cut = [n for n in places.numbers if (blocks == n).sum() < min(BLOCK, math.prod(shape) - n * BLOCK)]
-        assert places.numbers[places.shared].tolist() == cut
+        cut = [n for n in numbers.tolist() if (blocks == n).sum() < min(BLOCK, math.prod(shape) - n * BLOCK)]
+        assert places.shared_numbers == cut == [numbers[index] for index in places.shared]
         covered = {element for a, b in places.shared_ranges for element in range(a, b)}
-        assert covered >= {i for i, n in enumerate(blocks.tolist()) if n in [int(c) for c in cut]}
+        assert covered >= {i for i, n in enumerate(blocks.tolist()) if n in cut}
     assert len(kinds) == 4, "whole blocks alone, cut ones, shifted ones and scattered ones were not all met"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from core import parallel_state
 from core.base.errors import ConfigError
 from core.dist_checkpointing import load
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.averaged_weights import AveragedWeights
 from core.transformer import TransformerConfig
-from tests.unit._spawn import run_anywhere
+from tests.unit._spawn import run_anywhere, run_distributed
 from tests.unit.dist_checkpointing._pieces import Shapes
 from tests.unit.optimizer._squares import Squares, assert_saved, build, continue_from, state_of, train, write
 
@@ -224,3 +227,106 @@ def test_losses_are_near_those_of_fp32(is_bf16: bool) -> None:
         found = _losses(masters | formats)
         assert found != expected
         assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) <= 0.005, formats
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_state_moves_through_memory(kind: str) -> None:
+    """`state_dict` of an optimizer, as torch's: copied, and loaded into another one, by its methods alone."""
+    first, second = (_run(kind, average, "serial", 1) for average in ("dynamic8", "dynamic8"))
+    train(*first, 2)
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    assert _differing(_values(*second), _values(*first)) == []
+    for run in (first, second):
+        train(*run, 1)
+    assert _differing(_values(*second), _values(*first)) == []
+
+
+def _values(model: Any, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
+
+
+def _differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+
+
+@pytest.mark.parametrize("average", ["fp32", "bf16", "dynamic8"])
+def test_an_evaluation_of_averages_changes_nothing(average: str) -> None:
+    for kind in FORMATS:
+        model, optimizer = _run(kind, average, "serial", 1)
+        train(model, optimizer, 2)
+        before = _values(model, optimizer)
+        with optimizer.average.swapped():  # type: ignore[union-attr]
+            model()
+        assert _differing(_values(model, optimizer), before) == [], kind
+
+
+def test_copies_are_those_of_the_next_load_and_end_with_a_step() -> None:
+    for kind in ("lion", "sgd", "rest"):
+        model, optimizer = _run(kind, "bf16", "serial", 1)
+        train(model, optimizer, 1)
+        first, second = optimizer.state_tensors(), optimizer.state_tensors()
+        name = next(name for name in first if name.startswith("average."))
+        first[name].fill_(0.5)
+        optimizer.load_state_scalars(optimizer.state_scalars())
+        assert (optimizer.state_tensors()[name] == 0.5).all() and second.keys() == first.keys()
+        train(model, optimizer, 1)
+        assert optimizer.rule.stored._copies == {}
+
+
+def test_a_write_of_other_code_drops_the_rest_near_it() -> None:
+    model = Squares(SHAPES, 1.0, torch.bfloat16)
+    wide = torch.nn.Parameter(torch.randn(300, 400, generator=torch.Generator().manual_seed(1)).bfloat16())
+    model.wide.weight = wide
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, clip_grad=0.0, main_params_dtype="bf16_with_rest"), [model]
+    )
+    train(model, optimizer, 2)
+    before = optimizer.state_tensors()["master.wide.weight"].clone()
+    wide.data[7, 9] = 3.0
+    after = optimizer.state_tensors()["master.wide.weight"]
+    changed = (after != before).nonzero()
+    assert after[7, 9] == 3.0 and 0 < len(changed) <= 500
+    assert (changed[:, 0] * 400 + changed[:, 1] - (7 * 400 + 9)).abs().max() <= 500
+
+
+def _stage_of_frozen_weights() -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = Squares(SHAPES, 1.0, torch.bfloat16)
+    is_first = parallel_state.is_pipeline_first_stage()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_first or name == "norm.weight")
+    if is_first:
+        model.norm.float()
+    config = OptimizerConfig(lr=0.1, bf16=True, main_params_dtype="bf16_with_rest")
+    try:
+        optimizer = get_megatron_optimizer(config, [model])
+    except ConfigError as error:
+        return str(error)
+    return str(sum(p.rest is not None for p in optimizer.main_params))
+
+
+def test_a_pipeline_stage_may_have_no_masters() -> None:
+    first, second = run_distributed(_stage_of_frozen_weights, 2)
+    assert (first, int(second)) == ("0", len(SHAPES))
+
+
+def test_a_parameter_without_rows_in_order_is_one_line() -> None:
+    model = Squares(SHAPES, 1.0, torch.bfloat16)
+    model.wide.weight = torch.nn.Parameter(torch.zeros(128, 64, dtype=torch.bfloat16).t())
+    with pytest.raises(ConfigError, match=r"wide\.weight is not contiguous"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True, main_params_dtype="bf16"), [model])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "sgd", "exp_avg_sq_dtype": "bf16"},
+        {"optimizer": "sgd", "sgd_momentum": 0.0, "exp_avg_dtype": "bf16"},
+        {"optimizer": "muon", "muon_scalar_optimizer": "lion", "exp_avg_sq_dtype": "dynamic8"},
+    ],
+)
+def test_moments_that_are_not_kept_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="leave it at fp32"):
+        OptimizerConfig(lr=0.1, **settings)
