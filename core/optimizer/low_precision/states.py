@@ -37,7 +37,7 @@ class StoredStates:
         # What `for_checkpoint` has returned, into which a checkpoint may be loaded. `drop_copies` clears them.
         self._copies: dict[Stored, Tensor] = {}
         self.are_filled = False
-        """Whether a checkpoint has filled copies. The optimizer sets it; cleared with the copies."""
+        """Whether a checkpoint has filled copies. The optimizer sets it, and `drop_copies` clears it."""
         self._places: dict[Tensor, Places] = {p.main: Places(p.whole(p.main), p.main.device) for p in params}
         self.shared = SharedScales((), group, current_device())
 
