@@ -244,9 +244,10 @@ def _uses(kind: str) -> dict[str, str]:
     return said
 
 
-def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
-    """Returns whether two gradients are one in memory: torch may make another object of it."""
-    return first is second or (first is not None and _local(first).data_ptr() == _local(second).data_ptr())
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    """Returns whether a gradient came back, or none is left: from torch 2.15 on a late backward begins before it
+    raises, which ends the step's gradients."""
+    return after is None or (before is not None and _local(before).data_ptr() == _local(after).data_ptr())
 
 
 def _is_used_between_steps(kind: str) -> str:
