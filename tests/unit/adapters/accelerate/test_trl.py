@@ -352,8 +352,10 @@ def test_a_walk_takes_a_bucket_of_whole_tensors(adapted, tmp_path):
 
 
 def _broken(folder: str) -> list[tuple[str, int]]:
-    """Returns errors of syncs that cannot be made, and how many weights the server was told of by then: in the middle
-    of a step, and where vLLM has another model."""
+    """Returns errors of syncs that cannot be made, and how many weights were announced to the server by then.
+
+    In the middle of a step, and where vLLM has another model.
+    """
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
 
     def refuse(weights: Any) -> None:
@@ -370,21 +372,21 @@ def _broken(folder: str) -> list[tuple[str, int]]:
                 generation.generate = _generate
             trainer.train()
             if mode == "server":
-                told = len(stubs[0].updates)
+                announced = len(stubs[0].updates)
                 tokens = torch.tensor([[2, 3, 4]])
                 trainer.model_wrapped(input_ids=tokens, labels=tokens).loss.backward()
             else:
-                told = 0
+                announced = 0
                 stubs[0].llm_engine.model_executor.driver_worker.model_runner.model.load_weights = refuse
             with pytest.raises((ShardstackError, ValueError)) as raised:
                 generation.sync_weights()
-            found.append((str(raised.value), len(stubs[0].updates) - told if mode == "server" else 0))
+            found.append((str(raised.value), len(stubs[0].updates) - announced if mode == "server" else 0))
     return found
 
 
 def test_what_cannot_be_sent_raises_on_every_rank(tmp_path):
-    for (mid_step, num_told), (unknown, _) in run_distributed(_broken, 2, str(tmp_path)):
-        assert "in mid-step" in mid_step and num_told == 0
+    for (mid_step, num_announced), (unknown, _) in run_distributed(_broken, 2, str(tmp_path)):
+        assert "in mid-step" in mid_step and num_announced == 0
         assert unknown == "there is no parameter named model.embed_tokens.weight in this model"
 
 
