@@ -26,6 +26,7 @@ from ..base.host_memory import transient_memory
 from . import gloo
 from .call import message_tag
 from .gloo import EXCHANGE_TAG, Sum, add_in_tree, store
+from .message_formats import MessageFormat
 from .messages import as_message, write_back
 from .record import recorded
 
@@ -175,35 +176,52 @@ def reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum
     Raises:
         OutOfStepError: other ranks did not join.
     """
+    how = how or Sum()
+    if how.sent_as is not None and not is_alone(group):
+        _add_messages(output, how.sent_as.encode(input_), group, how, what)
+        return
     with recorded("reduce-scatter", what, input_, group):
-        _reduce_scatter(output, input_, group, how or Sum())
+        _reduce_scatter(output, input_, group, how)
 
 
-def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str) -> None:
+def all_gather(
+    output: Tensor, input_: Tensor, group: ProcessGroup, sent_as: MessageFormat | None = None, *, what: str
+) -> None:
     """Puts rank `r`'s `input_` into the `r`-th of `n` equal parts of `output`, on every rank.
 
     Args:
         output: `[n * len(input_)]`.
         input_: this rank's part. The gather is in place if this is a view of `output`.
+        sent_as: how the parts travel. Every rank has what was decoded of them, of its own too.
         what: the payload as messages name it.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
-    with recorded("all-gather", what, output, group):
-        _all_gather(output, input_, group)
+    own = input_ if sent_as is None else sent_as.encode(input_)
+    whole = output if sent_as is None else own.new_empty(group.size() * len(own))
+    with recorded("all-gather", what, whole, group):
+        _all_gather(whole, own, group)
+    if sent_as is not None:
+        sent_as.decode(whole, output)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, what: str) -> None:
     """Replaces `tensor` with its sum (or mean, see `reduce_scatter`) over ranks, bitwise equal on all of them.
 
     Under gloo, and with an order, each element is added as in `reduce_scatter`, at any length:
-    every rank adds the remainder that does not divide by the number of ranks.
+    every rank adds the remainder that does not divide by the number of ranks. With a format its length has to divide,
+    and the sums travel in their dtype.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
     size, how = group.size(), how or Sum()
+    if how.sent_as is not None and not is_alone(group):
+        own = tensor.chunk(size)[group.rank()]
+        reduce_scatter(own, tensor, group, how, what=what)
+        all_gather(tensor, own, group, what=what)
+        return
     adds_itself = _exchanges_directly(group, tensor) or how.order is not None
     with recorded("all-reduce", what, tensor, group):
         if is_alone(group) or not adds_itself:
@@ -254,6 +272,19 @@ def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Su
         how, target = _for_backend(how, group, input_), torch.empty_like(output) if how.accumulate else output
         reduce_scatter_single(target, input_, group, op=how.op)
         store(output, target, how.scale, how.accumulate)
+
+
+def _add_messages(output: Tensor, messages: Tensor, group: ProcessGroup, how: Sum, what: str) -> None:
+    """Adds what messages hold for this rank, in fp32. They are all this rank's: one for each rank."""
+    received, how = torch.empty_like(messages), how.without_mean(group.size())
+    with recorded("reduce-scatter", what, messages, group):
+        dist.all_to_all_single(received, messages, group=group)
+    total, addend = (torch.empty(len(output), device=messages.device) for _ in range(2))
+    for rank, message in enumerate(received.chunk(group.size())):
+        how.sent_as.decode(message, addend if rank else total)  # type: ignore[union-attr]
+        if rank:
+            total.add_(addend)
+    store(output, total, how.scale, how.accumulate)
 
 
 def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:

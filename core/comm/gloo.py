@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .call import FunctionWork, message_tag
+from .message_formats import MessageFormat
 
 SumOrder = Sequence[Sequence[int]]
 """Ranks of a group in groups of neighbours: each is added up in a tree, then the sums are. See `add_in_tree`."""
@@ -37,6 +38,8 @@ class Sum:
     """Add the result to the output, which then must not be a part of the input."""
     order: SumOrder | None = None
     """Order of additions on any backend."""
+    sent_as: MessageFormat | None = None
+    """How the addend of each rank travels, its own too. Ranks are then added in fp32, one after the other."""
 
     def without_mean(self, num_ranks: int) -> Sum:
         """Returns the sum with a factor in the place of AVG."""

@@ -74,6 +74,14 @@ class DistributedDataParallelConfig:
     dtype.
     """
 
+    grad_comm_dtype: Literal["bf16", "int8"] | None = None
+    """Send gradients in fewer bits, and add them in fp32: ``bf16``, or ``int8`` in blocks of 256 elements of a
+    tensor, for matrices whose rows are whole blocks; the rest travels as it is. None: in the dtype of their reduction,
+    in which the backend adds. Over replicas of hybrid sharding sums travel so in any case.
+
+    Every rank's addend is rounded, this rank's too: see `shardstack.comm.message_formats` for by how much.
+    """
+
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     """Parameters, by patterns of `fnmatch` or ``all``, whose gradients accumulate over micro-batches in fp32, while
     all are reduced in their low precision: costs fp32 memory for these parameters, and no traffic."""
@@ -126,6 +134,7 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         check_choices(self, error=ParallelConfigError, data_parallel_sharding_strategy=SHARDING_STRATEGIES)
         check_choices(self, error=ParallelConfigError, activation_checkpointing=get_args(ActivationCheckpointing))
+        check_choices(self, error=ParallelConfigError, grad_comm_dtype=(None, "bf16", "int8"))
         divisor = "a positive number that divides the data-parallel size"
         check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
         check_range(self, "bucket_size", least=1, error=ParallelConfigError)
@@ -173,6 +182,11 @@ class DistributedDataParallelConfig:
     def shards_parameters(self) -> bool:
         """Whether parameters are cut too, so that they are gathered for their use."""
         return shards_parameters(self.sharding_strategy)
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether parameters or gradients travel in blocks of 8-bit codes, so that cuts between ranks spare these."""
+        return self.grad_comm_dtype == "int8" or bool(getattr(self, "param_comm_dtype", None))
 
     @property
     def transforms_units(self) -> bool:

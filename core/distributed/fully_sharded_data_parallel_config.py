@@ -10,6 +10,7 @@ from ..base.dtypes import Dtype, as_dtype
 from ..base.errors import ConfigError, ParallelConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
 from ..base.text import choices
+from ..comm.message_formats import BLOCK
 from .distributed_data_parallel_config import (
     SHARDING_STRATEGIES,
     DistributedDataParallelConfig,
@@ -108,6 +109,14 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     reduce_dtype: Dtype | None = None
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
 
+    param_comm_dtype: Literal["int8", "fp8"] | None = None
+    """Gather parameters in codes of 8 bits, in blocks of 256 elements of a tensor, and compute with what these stand
+    for: a quarter of the bytes of fp32. Shards, which the optimizer updates, stay exact, so that errors of steps do
+    not add up. For matrices whose rows are whole blocks; the rest travels as it is. ``fp8`` is e4m3.
+
+    Gathered values are the same on any number of ranks; see `shardstack.comm.message_formats` for their error.
+    """
+
     # ---- memory
 
     cpu_offload: bool = False
@@ -151,6 +160,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
         check_choices(self, error=ParallelConfigError, keep_gathered_between_micro_batches=("none", "ends", "all"))
+        check_choices(self, error=ParallelConfigError, param_comm_dtype=(None, "int8", "fp8"))
         if self.keep_gathered_between_micro_batches == "all" and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
         ):
@@ -192,6 +202,11 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 raise ParallelConfigError(
                     f"shard_cut holds {entry!r}; a cut is {_CUTS}; for some units alone it follows a pattern of "
                     "module names, as decoder.layers.*=tensor"
+                )
+            if self.sends_blocks and cut.kind in ("flat", "block") and cut.block % BLOCK:
+                raise ParallelConfigError(
+                    f"shard_cut {entry!r} cuts inside of the blocks of {BLOCK} elements that param_comm_dtype and "
+                    f"grad_comm_dtype send; set auto, rows, tensor, or block:{BLOCK}"
                 )
             if not pattern or fnmatchcase(name, pattern):
                 found = cut

@@ -15,6 +15,7 @@ from ...base.parameters import local_part
 from ...comm import collectives
 from ...comm.gloo import Sum
 from ...comm.lane import CommLane
+from ...comm.message_formats import format_of_all
 from ..plan import Plan
 from ..step_marks import mark_of
 from .gradient_tree import GradientTree
@@ -115,7 +116,15 @@ class BucketReduction:
         self.shard_group = None if plan.is_replicated else plan.groups.shard
         self.replica_group = None if plan.is_replicated else plan.groups.replicate
 
-    def reduce(self, whole: Tensor, shard: Tensor, accumulate: bool, what: str = "gradients") -> None:
+    def reduce(
+        self,
+        whole: Tensor,
+        shard: Tensor,
+        accumulate: bool,
+        what: str = "gradients",
+        *,
+        sent_as: str | None = None,
+    ) -> None:
         """Reduces `whole` `[n]` into `shard`, this rank's shard. Without shards both are the same tensor.
 
         The collective runs in the dtype of `whole`. `shard` may have a wider dtype, so that additions to it are not
@@ -124,6 +133,7 @@ class BucketReduction:
         Args:
             accumulate: add to the values of `shard`, which must then not be a part of `whole`.
             what: name of the gradients, for messages.
+            sent_as: format in which ranks send them to be added; sums over `replica_group` travel as they are.
         """
         averages = not self.plan.sums_gradients and self.order is None
         scale, divisor = 1.0, self.plan.groups.divisor
@@ -131,7 +141,9 @@ class BucketReduction:
             whole.mul_(1.0 / divisor)
         elif averages:
             scale = 1.0 / divisor
-        how = Sum(scale=scale, order=self.order)
+        num_parts = (self.shard_group or self.group).size()
+        sent_as_ = format_of_all(sent_as, len(whole) // num_parts, whole.dtype)
+        how = Sum(scale=scale, order=self.order, sent_as=sent_as_)
         scatter, reduce = partial(collectives.reduce_scatter, what=what), partial(collectives.all_reduce, what=what)
         is_alike = (shard.dtype, shard.device) == (whole.dtype, whole.device)
         if self.shard_group is None:
@@ -142,7 +154,8 @@ class BucketReduction:
             part = shard if is_alike and not accumulate else whole.new_empty(len(shard))
             scatter(part, whole, self.shard_group, how if self.replica_group is None else replace(how, scale=1.0))
             if self.replica_group is not None:
-                how = replace(how, order=None if self.order is None else (range(self.replica_group.size()),))
+                order = None if self.order is None else (range(self.replica_group.size()),)
+                how = replace(how, order=order, sent_as=None)
                 reduce(part, self.replica_group, how)
             if accumulate:  # on the device, where the lane does not wait for a copy
                 part = shard.to(part.device, non_blocking=True).add_(part)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...base.host_memory import AS_HOST_MEMORY, ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
+from ...comm.message_formats import format_of_all
 from ..plan import PieceKind, PiecePlan, Plan
 from ..plan.layout import BucketLayout
 from .grad_slot import GradSlot
@@ -120,6 +121,7 @@ class PlacedParams:
         numel: number of elements, padding included; a multiple of the number of shards.
         param_data: `[numel]`, the memory that parameters are views of; empty where they keep their own.
         local_param_shard: `[numel / shards]`, this rank's part of the parameters, which its optimizer updates; fixed.
+        param_format, grad_format: of messages, as the plan has them; fixed.
     """
 
     def __init__(self, buffer: FlatBuffer, plan: PiecePlan, slots: Sequence[GradSlot]) -> None:
@@ -131,6 +133,7 @@ class PlacedParams:
         # else memory of the unit's slot, in the dtype of computation: the unit sets it when it gets a slot, and the
         # lane writes it during a gather.
         self.param_data, self.local_param_shard = buffer.cut_params(plan)
+        self.param_format, self.grad_format = plan.param_format, plan.grad_format
         if buffer.param_data is not None:
             zero_padding(self.param_data, plan.layout)
             for slot in slots:  # one at a time, so that no second copy of the model exists at any moment
@@ -161,14 +164,18 @@ class PlacedParams:
             if skip is None or not skip(slot.param):
                 slot.param.data = slot.view_of(memory)
 
-    def gather_params(self, into: Tensor, what: str) -> None:
-        """All-gathers the shards into `into` `[numel]`, cast to the dtype of `into`."""
+    def gather_params(self, into: Tensor, what: str, *, sent_as: str | None = None) -> None:
+        """All-gathers the shards into `into` `[numel]`, cast to the dtype of `into`.
+
+        Args:
+            sent_as: format in which they travel, and are then rounded on one rank too.
+        """
         group = self.buffer.plan.groups.shard
         own, is_alone = self.local_param_shard, collectives.is_alone(group)
         if (own.dtype, own.device) != (into.dtype, into.device) or is_alone:
             own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
-        if not is_alone:
-            collectives.all_gather(into, own, group, what=what)
+        if not is_alone or sent_as is not None:
+            collectives.all_gather(into, own, group, format_of_all(sent_as, len(own), own.dtype), what=what)
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields each parameter, this rank's elements, flat, and the index of the first of these elements."""

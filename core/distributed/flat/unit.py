@@ -19,6 +19,7 @@ from ...base.parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
+from ...comm.message_formats import format_of_all
 from ..engine.gathered_units import KeptPart, WriteCounts, lost_write
 from ..groups import neighbour_groups
 from ..model.forward_hooks import SavedWeights
@@ -220,9 +221,10 @@ class Unit:
     def _gather(self, parts: Sequence[Tensor | None]) -> None:
         for index, bucket in enumerate(self.buckets):
             if parts and (part := parts[index]) is not None:
-                collectives.all_gather(bucket.param_data, part, self.parts[index].ranks, what=self._what)
+                sent_as = format_of_all(bucket.param_format, len(part), part.dtype)
+                collectives.all_gather(bucket.param_data, part, self.parts[index].ranks, sent_as, what=self._what)
             else:
-                bucket.gather_params(bucket.param_data, self._what)
+                bucket.gather_params(bucket.param_data, self._what, sent_as=bucket.param_format)
 
     def finish_gather(self) -> None:
         """Waits for the running gather, if any."""

@@ -80,6 +80,11 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
     return any(group._all_reduce_hook is not None for group in groups_of(module))  # type: ignore[arg-type]
 
 
+def shards_of(groups: list[Any]) -> list[nn.Parameter]:
+    """Returns the sharded parameters of the unit of `groups` (`groups_of`), in the order of its messages."""
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+
+
 def gathered_tensors_of(groups: list[Any]) -> list[Tensor]:
     """Returns the tensors that the unit of `groups` (`groups_of`) is gathered into. Empty before its first gather."""
     # Torch makes each once, and frees a unit by resizing storages: made anew, `SavedWeights` would not find them.

@@ -28,13 +28,23 @@ from ...base.device import current_device
 from ...base.errors import ShardstackError, UnitError
 from ...base.host_memory import LentMemory
 from ...comm import collectives, gloo, streams
+from ...comm.call import FunctionWork
 from ...comm.gloo import Sum
+from ...comm.message_formats import MessageFormat
 from ...comm.record import recorded
 from ..engine.gathered_units import KeptPart
 from ..engine.gradient_tree import GradientTree, PartialSums
 from ..groups import neighbour_groups
-from ..plan import Plan, UnitPlan
-from .torch_private import DefaultAllGather, DefaultReduceScatter, TorchState, as_fsdp, has_all_reduce_hook
+from ..plan import PiecePlan, Plan, UnitPlan
+from .torch_private import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    TorchState,
+    as_fsdp,
+    groups_of,
+    has_all_reduce_hook,
+    shards_of,
+)
 
 
 def set_collectives(plan: Plan) -> tuple[list[KeptPart], LentMemory]:
@@ -47,15 +57,21 @@ def set_collectives(plan: Plan) -> tuple[list[KeptPart], LentMemory]:
     memory = LentMemory(max(whole_bytes), least_bytes=_NEVER_REUSED_BYTES)
     neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     parts: list[KeptPart] = []
+    names = {parameter: name for name, parameter in plan.root.modules[0].named_parameters()}
     for unit in plan.units:
         module, part = as_fsdp(unit.modules[0]), None
+        in_plan = {param.name: (param.shard_numel, piece) for piece in unit.pieces for param in piece.params}
+        members = [in_plan[names[shard]] for shard in shards_of(groups_of(unit.modules[0]))]
         if unit.kept_among is not None:
             part = KeptPart(neighbours[unit.kept_among], outlasts_backward=unit.is_kept)
             parts.append(part)
-        module.set_custom_all_gather(UnitAllGather(plan, unit, part, memory))
-        module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit, memory))
+        module.set_custom_all_gather(UnitAllGather(plan, unit, part, memory, members))
+        module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit, memory, members))
     return parts, memory
 
+
+Members = Sequence[tuple[int, PiecePlan]]
+"""The parameters of a unit, in the order of its messages: elements of a shard, and the piece."""
 
 _NEVER_REUSED_BYTES = 2**25
 """The least bytes that glibc maps anew at each allocation, whatever was freed before."""
@@ -101,9 +117,17 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
     """
 
     def __init__(
-        self, plan: Plan, unit: UnitPlan, part: KeptPart | None = None, memory: LentMemory | None = None
+        self,
+        plan: Plan,
+        unit: UnitPlan,
+        part: KeptPart | None = None,
+        memory: LentMemory | None = None,
+        members: Members = (),
     ) -> None:
         super().__init__(plan, unit, memory, unit.gathered_bytes)
+        # Fixed, as are those of a reduction.
+        self._segments = [(numel, piece.param_format) for numel, piece in members]
+        self._is_encoded = any(name for _, name in self._segments)
         # Kept by the gather of a forward, and read by that of its backward. None where ranks keep all or nothing.
         self._part = part
 
@@ -121,6 +145,24 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
         return None
 
     def _gather(self, output: Tensor, source: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
+        if not self._is_encoded:
+            return self._send(output, source, group, async_op)
+        sent_as = MessageFormat(self._segments, source.dtype)
+        own = sent_as.encode(source)
+        messages = own.new_empty(group.size() * len(own))
+        work = self._send(messages, own, group, async_op)
+
+        def end() -> None:
+            if work is not None:
+                work.wait()
+            sent_as.decode(messages, output)
+
+        if work is not None:
+            return FunctionWork(end)
+        end()
+        return None
+
+    def _send(self, output: Tensor, source: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
         what = f"the parameters of {self.unit}"
         if not self._is_direct:
             return collectives.all_gather_by_backend(output, source, group, what=what, async_op=async_op)
@@ -135,8 +177,13 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
 class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
     """Reduces the gradients of a unit, in the plan's order of ranks."""
 
-    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None) -> None:
+    def __init__(
+        self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None, members: Members = ()
+    ) -> None:
         super().__init__(plan, unit, memory, _reduced_bytes(unit))
+        self._segments = [(numel, piece.grad_format) for numel, piece in members]
+        self._groups = groups_of(unit.modules[0])
+        self._is_encoded = any(name for _, name in self._segments)
         # How messages name the payload.
         self._what = f"the gradients of {self.unit}"
 
@@ -148,14 +195,19 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
         op: Any,  # a `ReduceOp` or one of its kinds: torch's name for both is private
         async_op: bool = False,
     ) -> Any:  # None too, where torch declares work alone
-        if self._is_direct or self._plan.settings.reproducible_across_ranks:
+        if self._is_direct or self._is_encoded or self._plan.settings.reproducible_across_ranks:
             self._reduce(output_tensor, input_tensor, group, op)
             return None
         reduce = partial(super().__call__, output_tensor, input_tensor, group, op, async_op)
         return recorded("reduce-scatter", self._what, input_tensor, group).run(reduce)
 
     def _reduce(self, output: Tensor, whole: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
-        collectives.reduce_scatter(output, whole, group, Sum(op=op, order=self._plan.sum_order), what=self._what)
+        sent_as = None
+        if self._is_encoded:  # torch reduces what is trained now
+            of_shards = zip(shards_of(self._groups), self._segments, strict=True)
+            sent_as = MessageFormat([segment for shard, segment in of_shards if shard.requires_grad], whole.dtype)
+        how = Sum(op=op, order=self._plan.sum_order, sent_as=sent_as)
+        collectives.reduce_scatter(output, whole, group, how, what=self._what)
 
 
 # ---- sums over micro-batches, in a tree

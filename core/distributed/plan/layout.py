@@ -49,6 +49,7 @@ def lay_out(
     bucket_size: int | None = None,
     alone: Collection[int] = (),
     aligned: Collection[int] = (),
+    grain: int = PARAM_ALIGNMENT,
 ) -> list[BucketLayout]:
     """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
 
@@ -64,8 +65,9 @@ def lay_out(
         alone: indices of parameters that have a bucket of their own.
         aligned: indices of parameters whose gradient a layer computes in the buffer: a matrix product is slower, and
             rounds differently, in memory that is not aligned.
+        grain: elements. Where buckets are cut, a multiple of it is, and parameters that are multiples start at such.
     """
-    multiple = dp_size * PARAM_ALIGNMENT if dp_size else 1
+    multiple = dp_size * grain if dp_size else 1
     layouts: list[BucketLayout] = []
     start, members, ranges = 0, list[int](), list[tuple[int, int]]()
     for index, size in enumerate(sizes):
@@ -93,15 +95,16 @@ _MOST_PADDING = 0.01
 Shape = Sequence[int]
 
 
-def lay_out_unit(shapes: Sequence[Shape], num_shards: int, cut: ShardCut) -> BucketLayout:
+def lay_out_unit(shapes: Sequence[Shape], num_shards: int, cut: ShardCut, grain: int = PARAM_ALIGNMENT) -> BucketLayout:
     """Places parameters of these shapes in a bucket of `num_shards` equal parts.
 
     Every parameter starts at a multiple of `PARAM_ALIGNMENT`, so that a layer may compute its gradient there.
 
     Args:
         cut: ``auto`` is ``rows`` where that pads by less than 1 % more than ``flat``, else ``flat``.
+        grain: elements that ``flat`` does not split, a multiple of `PARAM_ALIGNMENT`.
     """
-    flat = _by_grains(shapes, num_shards, ShardCut("flat"))
+    flat = _by_grains(shapes, num_shards, ShardCut("flat", grain))
     if num_shards == 1:
         return flat
     if cut.kind == "tensor":

@@ -15,7 +15,7 @@ from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig,
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan, UnitTransform
-from .pieces import Pieces, lay_out_params, mixed_precision_policy
+from .pieces import Pieces, grain_of, lay_out_params, mixed_precision_policy
 from .settings import (
     Settings,
     changed_settings,
@@ -117,7 +117,9 @@ def _plan_buckets(
         bucket_size = default_bucket_size(groups.whole.size())
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
-        return lay_out_params(params, groups.of(params[0]).whole.size() if is_sharded else None, bucket_size)
+        is_cut = is_sharded or ddp_config.grad_comm_dtype is not None  # ranks add their parts, and gather the sums
+        dp_size = groups.of(params[0]).whole.size() if is_cut else None
+        return lay_out_params(params, dp_size, bucket_size, grain_of(params, ddp_config))
 
     pieces = Pieces(module, EngineKind.FLAT_BUFFERS, ddp_config, groups=groups)
     params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
@@ -146,9 +148,12 @@ def _plan_units(
         if is_fsdp2:
             return pieces.by_rows(params)
         cut = ddp_config.cut_of(unit.names[0])
-        return pieces.in_buffers(
-            params, lambda of: [lay_out_unit([p.shape for p in of], pieces.num_parts(kind_of(of[0])), cut)]
-        )
+
+        def lay_out_kind(of: Sequence[nn.Parameter]) -> list[BucketLayout]:
+            num_parts, grain = pieces.num_parts(kind_of(of[0])), grain_of(of, ddp_config)
+            return [lay_out_unit([p.shape for p in of], num_parts, cut, grain)]
+
+        return pieces.in_buffers(params, lay_out_kind)
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
@@ -178,7 +183,8 @@ def _plan_units(
         units.append(planned)
     if is_fsdp2:
         return tuple(_keep_by_torch(units, ddp_config, num_shards))
-    return tuple(_keep_in_slots(units, ddp_config, num_shards, is_cast=precision.param_dtype is not None))
+    is_cast = precision.param_dtype is not None or ddp_config.param_comm_dtype is not None
+    return tuple(_keep_in_slots(units, ddp_config, num_shards, is_cast=is_cast))
 
 
 def _reshards(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ...comm.message_formats import message_bytes
 from ..distributed_data_parallel_config import ActivationCheckpointing
 from ..groups import ParameterKind
 from .layout import BucketLayout
@@ -83,6 +84,10 @@ class PieceKind:
     """Parameters have the piece's padding, as views of a buffer have. Otherwise only gradients have it."""
     releases_grads: bool = True
     """A whole gradient is allocated when a gradient arrives, and freed when it is reduced."""
+    param_format: str | None = None
+    """Format in which parameters are gathered (`MessageFormat`), None for `gathered_dtype`."""
+    grad_format: str | None = None
+    """Format in which gradients are reduced, None for `grad_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +135,16 @@ class PiecePlan(PieceKind):
     def reduced_bytes(self) -> int:
         """Bytes of the whole gradients, as they are reduced."""
         return self.elements * self.grad_dtype.itemsize if self.is_trained else 0
+
+    @property
+    def sent_param_bytes(self) -> int:
+        """Bytes of the whole parameters, as they travel."""
+        return message_bytes(self.param_format, self.elements, self.gathered_dtype)
+
+    @property
+    def sent_grad_bytes(self) -> int:
+        """Bytes of the whole gradients, as they travel."""
+        return message_bytes(self.grad_format, self.elements, self.grad_dtype) if self.is_trained else 0
 
     @property
     def gradient_bytes(self) -> int:

@@ -19,8 +19,10 @@ from ...base.module_protocol import names_of_borrowers
 from ...base.parameters import can_be_pending, is_packed, local_part
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
+from ...comm.message_formats import BLOCK, has_whole_blocks
+from ...dist_checkpointing.global_view import global_shape
 from ..groups import DataParallelGroups, ParameterKind, kind_of
-from .layout import BucketLayout, FullParamLayout, lay_out
+from .layout import PARAM_ALIGNMENT, BucketLayout, FullParamLayout, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan, bounds_by_rows
 
 LayOut = Callable[[Sequence[nn.Parameter]], Iterable[BucketLayout]]
@@ -232,10 +234,44 @@ def kind_of_parameter(
         num_param_shards=num_param_shards,
         holds_params=ddp_config.shards_updates,
         releases_grads=param.requires_grad and releases_grads,
+        param_format=getattr(ddp_config, "param_comm_dtype", None) if has_blocks(param, ddp_config) else None,
+        grad_format=_grad_format(param, ddp_config),
     )
 
 
-def lay_out_params(params: Sequence[nn.Parameter], dp_size: int | None, bucket_size: int | None) -> list[BucketLayout]:
+def has_blocks(param: nn.Parameter, ddp_config: DistributedDataParallelConfig) -> bool:
+    """Returns whether a parameter or its gradient travels in blocks, by the shape of the whole model's tensor.
+
+    Raises:
+        ParallelConfigError: tensor parallelism has cut its rows inside of blocks.
+    """
+    if not (ddp_config.sends_blocks and param.is_floating_point() and kind_of(param) in ("dense", "expert")):
+        return False
+    if is_packed(param) or not has_whole_blocks(whole := global_shape(param)):
+        return False
+    if not has_whole_blocks(_local_shape(param)):
+        raise ParallelConfigError(
+            f"tensor parallelism cuts a parameter of shape {tuple(whole)} to {_local_shape(param)}, inside of the blocks "
+            f"of {BLOCK} elements that param_comm_dtype and grad_comm_dtype send; drop these, or take fewer ranks"
+        )
+    return True
+
+
+def grain_of(params: Sequence[nn.Parameter], ddp_config: DistributedDataParallelConfig) -> int:
+    """Returns the elements of which shards of these parameters, of one kind, are multiples, in a flat buffer."""
+    return BLOCK if has_blocks(params[0], ddp_config) else PARAM_ALIGNMENT
+
+
+def _grad_format(param: nn.Parameter, ddp_config: DistributedDataParallelConfig) -> str | None:
+    travels_apart = kind_of(param) in ("replicated", "ignored") or not param.requires_grad
+    if travels_apart or (ddp_config.grad_comm_dtype == "int8" and not has_blocks(param, ddp_config)):
+        return None
+    return ddp_config.grad_comm_dtype
+
+
+def lay_out_params(
+    params: Sequence[nn.Parameter], dp_size: int | None, bucket_size: int | None, grain: int = PARAM_ALIGNMENT
+) -> list[BucketLayout]:
     """Lays out parameters, which come in reverse order of construction, in buckets of at least `bucket_size`.
 
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
@@ -249,6 +285,7 @@ def lay_out_params(params: Sequence[nn.Parameter], dp_size: int | None, bucket_s
         alone=shared_weights if dp_size else (),
         aligned={index for index, param in enumerate(params) if hasattr(param, "partition_dim")},
         bucket_size=bucket_size,
+        grain=grain,
     )
 
 
@@ -263,7 +300,7 @@ def full_param_layout(
         dp_size: ranks that share a bucket.
     """
     kinds = _group_by(lambda param: kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config), reversed(params))
-    return tuple(tuple(lay_out_params(of, dp_size, bucket_size)) for of in kinds.values())
+    return tuple(tuple(lay_out_params(of, dp_size, bucket_size, grain_of(of, ddp_config))) for of in kinds.values())
 
 
 def _group_by(

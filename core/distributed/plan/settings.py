@@ -22,6 +22,7 @@ from ...base.megatron_names import changed_fields, config_with
 from ...base.micro_batch_tree import odd_part
 from ...base.module_protocol import fusion_lends_memory
 from ...comm import streams
+from ...comm.message_formats import BLOCK
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
@@ -249,6 +250,11 @@ def config_of_engine(
             "it at its default or set 'optim_grads_params'"
         )
     own = _config_as(TorchFullyShardedDataParallelConfig, ddp_config)
+    if own.collectives == "torch" and (own.grad_comm_dtype or own.param_comm_dtype):
+        raise ParallelConfigError(
+            f"collectives is 'torch', which leaves messages to FSDP2, with param_comm_dtype {own.param_comm_dtype} and "
+            f"grad_comm_dtype {own.grad_comm_dtype}; drop one of the two"
+        )
     for name, row in _NOT_OF_FSDP2.items():
         value = getattr(own, name)
         if value and value not in row["accepted"]:
@@ -312,7 +318,8 @@ def check_reshard(value: Reshard, shard_size: int) -> Reshard:
 def check_contradictions(
     config: Any, ddp_config: DistributedDataParallelConfig, groups: DataParallelGroups, pieces: Iterable[PiecePlan]
 ) -> None:
-    """Raises where ``reproducible_across_ranks`` excludes another setting, the model's config, or these ranks.
+    """Raises where ``reproducible_across_ranks``, or a format of messages, excludes another setting, the model, or
+    these ranks.
 
     Args:
         pieces: all pieces of the model.
@@ -320,6 +327,18 @@ def check_contradictions(
     Raises:
         ParallelConfigError: says what to change.
     """
+    pieces = list(pieces)
+    if ddp_config.sends_blocks and not any(piece.param_format or piece.grad_format for piece in pieces):
+        raise ParallelConfigError(
+            f"param_comm_dtype and grad_comm_dtype='int8' send matrices whose rows are whole blocks of {BLOCK} "
+            "elements, and this model has none; drop them"
+        )
+    if alone := next((p for p in pieces if p.param_format and p.num_param_shards == 1 and p.bucket is None), None):
+        raise ParallelConfigError(
+            f"param_comm_dtype is {alone.param_format}, and one rank has all of {alone.params[0].name}, which FSDP2 then "
+            "does not gather: forward would compute with other numbers than on several; drop it, or use "
+            "FullyShardedDataParallel"
+        )
     if ddp_config.reproducible_across_ranks:
         for problem in (*_reorderings(config, ddp_config, pieces), *_unfit_ranks(config, ddp_config, groups)):
             raise ParallelConfigError(f"reproducible_across_ranks adds up gradients in one tree, and {problem}")
@@ -329,6 +348,8 @@ def _reorderings(config: Any, ddp_config: DistributedDataParallelConfig, pieces:
     """Yields the settings that add gradients in another order, or round in between."""
     if getattr(ddp_config, "collectives", "auto") == "torch":
         yield "collectives='torch' leaves the order of additions to the backend; set collectives='auto'"
+    if ddp_config.grad_comm_dtype is not None:
+        yield "grad_comm_dtype rounds the sum of each rank; drop it"
     if getattr(config, "gradient_accumulation_fusion", False) and not fusion_lends_memory(config):
         yield (
             "gradient_accumulation_fusion in this config says that layers add into main_grad themselves; set "
