@@ -275,16 +275,23 @@ def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Su
 
 
 def _add_messages(output: Tensor, messages: Tensor, group: ProcessGroup, how: Sum, what: str) -> None:
-    """Adds what messages hold for this rank, in fp32. They are all this rank's: one for each rank."""
+    """Adds the addends of all ranks in fp32, as `add_in_tree` does.
+
+    Args:
+        messages: this rank's addend as it is sent: one message for each rank.
+    """
     received, how = torch.empty_like(messages), how.without_mean(group.size())
     with recorded("reduce-scatter", what, messages, group):
         dist.all_to_all_single(received, messages, group=group)
-    total, addend = (torch.empty(len(output), device=messages.device) for _ in range(2))
-    for rank, message in enumerate(received.chunk(group.size())):
-        how.sent_as.decode(message, addend if rank else total)  # type: ignore[union-attr]
-        if rank:
-            total.add_(addend)
-    store(output, total, how.scale, how.accumulate)
+    sums: list[Tensor] = []  # of as many ranks as the bits of the number of ranks so far say, so that few are kept
+    for rank, message in enumerate(received.chunk(group.size()), 1):
+        sums.append(torch.empty(len(output), device=messages.device))
+        how.sent_as.decode(message, sums[-1])  # type: ignore[union-attr]
+        is_last = rank == group.size()
+        while len(sums) > 1 and (is_last or len(sums) > rank.bit_count()):
+            last = sums.pop()
+            sums[-1].add_(last)
+    store(output, sums[0], how.scale, how.accumulate)
 
 
 def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:

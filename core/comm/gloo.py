@@ -39,7 +39,7 @@ class Sum:
     order: SumOrder | None = None
     """Order of additions on any backend."""
     sent_as: MessageFormat | None = None
-    """How the addend of each rank travels, its own too. Ranks are then added in fp32, one after the other."""
+    """How the addend of each rank travels, its own too. Ranks are then added in fp32."""
 
     def without_mean(self, num_ranks: int) -> Sum:
         """Returns the sum with a factor in the place of AVG."""

@@ -1,8 +1,8 @@
 """How parameters and gradients travel between ranks in fewer bits: in bf16, or in blocks of 8-bit codes.
 
-A block is 256 elements that follow each other in a tensor, with a scale in fp32, their largest magnitude. Blocks do not
-depend on the number of ranks, so that ranks which encode their shards send what one rank would send for the whole
-tensor. Each decodes to the same values, and what was decoded has the same codes again.
+A block is 256 elements that follow each other in a tensor, with a scale in fp32, their largest magnitude. Blocks do
+not depend on the number of ranks: ranks that encode their shards send what one rank would send for the whole tensor.
+Each decodes to the same values, and what was decoded has the same codes again.
 
 For a block with the largest magnitude `m` a decoded value differs from `x` by at most ``m / 254`` in ``int8``, and by
 ``max(|x| / 16, m / 458_752)`` in ``fp8`` (e4m3: 3 bits of a mantissa, steps of 1/512 below 1/64, 448 at most); in
@@ -21,13 +21,16 @@ from ..base.fused import Fused
 BLOCK = 256
 """Elements, as in ZeRO++ (Wang et al., 2023) and 8-bit optimizers."""
 
+OWN_DTYPE = "own"
+"""The format of what travels as it is, next to others."""
+
 _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0), "bf16": (torch.bfloat16, None)}
 """The dtype of codes, and the code of a block's largest element. None: values are cast, without blocks."""
 
 
 def message_bytes(name: str | None, numel: int, dtype: torch.dtype) -> int:
     """Returns the bytes of `numel` elements in a format, or for None in their own `dtype`."""
-    if name is None:
+    if name in (None, OWN_DTYPE):
         return numel * dtype.itemsize
     codes, most = _CODES[name]
     return numel * codes.itemsize + (0 if most is None else numel // BLOCK * torch.float32.itemsize)
@@ -42,17 +45,17 @@ class MessageFormat:
     """How the shard of one rank travels: runs of its elements in codes, and the rest as it is.
 
     Args:
-        segments: numbers of elements and formats (``int8``, ``fp8``, ``bf16``, or None) of what follows each other in
-            every shard. All that are not None are equal.
+        segments: numbers of elements and formats (``int8``, ``fp8``, ``bf16``, or `OWN_DTYPE`) of what follows each
+            other in every shard, in at most one format besides `OWN_DTYPE`.
         dtype: of shards before they are encoded.
     """
 
-    def __init__(self, segments: Iterable[tuple[int, str | None]], dtype: torch.dtype) -> None:
+    def __init__(self, segments: Iterable[tuple[int, str]], dtype: torch.dtype) -> None:
         self._dtype, self._runs, self._rest, end = dtype, list[slice](), list[slice](), 0
         name = "bf16"
         for length, of_run in segments:
-            (self._rest if of_run is None else self._runs).append(slice(end, end + length))
-            end, name = end + length, of_run or name
+            (self._rest if of_run == OWN_DTYPE else self._runs).append(slice(end, end + length))
+            end, name = end + length, name if of_run == OWN_DTYPE else of_run
         (self._code_dtype, self._most), self._shard_numel = _CODES[name], end
         coded, rest = (sum(run.stop - run.start for run in runs) for runs in (self._runs, self._rest))
         code_bytes = coded * self._code_dtype.itemsize
@@ -79,6 +82,8 @@ class MessageFormat:
         scales, rest, codes = messages.view(len(rows), -1).split(self._sizes, 1)
         if self._rest:
             _write(rows, self._rest, _as(self._dtype, rest))
+        if not self._runs:
+            return
         codes = _as(self._code_dtype, codes)
         if self._most is not None:
             largest = _as(torch.float32, scales).flatten()

@@ -134,7 +134,7 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         check_choices(self, error=ParallelConfigError, data_parallel_sharding_strategy=SHARDING_STRATEGIES)
         check_choices(self, error=ParallelConfigError, activation_checkpointing=get_args(ActivationCheckpointing))
-        check_choices(self, error=ParallelConfigError, grad_comm_dtype=(None, "bf16", "int8"))
+        check_choices(self, True, error=ParallelConfigError, grad_comm_dtype=("bf16", "int8"))
         divisor = "a positive number that divides the data-parallel size"
         check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
         check_range(self, "bucket_size", least=1, error=ParallelConfigError)

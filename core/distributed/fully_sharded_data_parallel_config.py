@@ -160,7 +160,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
         check_choices(self, error=ParallelConfigError, keep_gathered_between_micro_batches=("none", "ends", "all"))
-        check_choices(self, error=ParallelConfigError, param_comm_dtype=(None, "int8", "fp8"))
+        check_choices(self, True, error=ParallelConfigError, param_comm_dtype=("int8", "fp8"))
         if self.keep_gathered_between_micro_batches == "all" and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
         ):

@@ -30,7 +30,7 @@ from ...base.host_memory import LentMemory
 from ...comm import collectives, gloo, streams
 from ...comm.call import FunctionWork
 from ...comm.gloo import Sum
-from ...comm.message_formats import MessageFormat
+from ...comm.message_formats import OWN_DTYPE, MessageFormat
 from ...comm.record import recorded
 from ..engine.gathered_units import KeptPart
 from ..engine.gradient_tree import GradientTree, PartialSums
@@ -126,8 +126,8 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
     ) -> None:
         super().__init__(plan, unit, memory, unit.gathered_bytes)
         # Fixed, as are those of a reduction.
-        self._segments = [(numel, piece.param_format) for numel, piece in members]
-        self._is_encoded = any(name for _, name in self._segments)
+        self._segments = [(numel, piece.param_format or OWN_DTYPE) for numel, piece in members]
+        self._is_encoded = any(piece.param_format for _, piece in members)
         # Kept by the gather of a forward, and read by that of its backward. None where ranks keep all or nothing.
         self._part = part
 
@@ -177,13 +177,11 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
 class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
     """Reduces the gradients of a unit, in the plan's order of ranks."""
 
-    def __init__(
-        self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None, members: Members = ()
-    ) -> None:
+    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None, members: Members = ()) -> None:
         super().__init__(plan, unit, memory, _reduced_bytes(unit))
-        self._segments = [(numel, piece.grad_format) for numel, piece in members]
+        self._segments = [(numel, piece.grad_format or OWN_DTYPE) for numel, piece in members]
         self._groups = groups_of(unit.modules[0])
-        self._is_encoded = any(name for _, name in self._segments)
+        self._is_encoded = any(piece.grad_format for _, piece in members)
         # How messages name the payload.
         self._what = f"the gradients of {self.unit}"
 

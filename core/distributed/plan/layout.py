@@ -95,7 +95,9 @@ _MOST_PADDING = 0.01
 Shape = Sequence[int]
 
 
-def lay_out_unit(shapes: Sequence[Shape], num_shards: int, cut: ShardCut, grain: int = PARAM_ALIGNMENT) -> BucketLayout:
+def lay_out_unit(
+    shapes: Sequence[Shape], num_shards: int, cut: ShardCut, grain: int = PARAM_ALIGNMENT
+) -> BucketLayout:
     """Places parameters of these shapes in a bucket of `num_shards` equal parts.
 
     Every parameter starts at a multiple of `PARAM_ALIGNMENT`, so that a layer may compute its gradient there.

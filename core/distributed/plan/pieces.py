@@ -17,10 +17,10 @@ from ...base.dtypes import LOW_PRECISION, as_dtype, dtype_name
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.module_protocol import names_of_borrowers
 from ...base.parameters import can_be_pending, is_packed, local_part
+from ...comm.message_formats import BLOCK, OWN_DTYPE, has_whole_blocks
+from ...dist_checkpointing.global_view import global_shape
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
-from ...comm.message_formats import BLOCK, has_whole_blocks
-from ...dist_checkpointing.global_view import global_shape
 from ..groups import DataParallelGroups, ParameterKind, kind_of
 from .layout import PARAM_ALIGNMENT, BucketLayout, FullParamLayout, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan, bounds_by_rows
@@ -251,8 +251,8 @@ def has_blocks(param: nn.Parameter, ddp_config: DistributedDataParallelConfig) -
         return False
     if not has_whole_blocks(_local_shape(param)):
         raise ParallelConfigError(
-            f"tensor parallelism cuts a parameter of shape {tuple(whole)} to {_local_shape(param)}, inside of the blocks "
-            f"of {BLOCK} elements that param_comm_dtype and grad_comm_dtype send; drop these, or take fewer ranks"
+            f"tensor parallelism cuts a parameter of shape {tuple(whole)} to {_local_shape(param)}, inside of the "
+            f"blocks of {BLOCK} elements that param_comm_dtype and grad_comm_dtype send; drop them, or use fewer ranks"
         )
     return True
 
@@ -263,10 +263,13 @@ def grain_of(params: Sequence[nn.Parameter], ddp_config: DistributedDataParallel
 
 
 def _grad_format(param: nn.Parameter, ddp_config: DistributedDataParallelConfig) -> str | None:
-    travels_apart = kind_of(param) in ("replicated", "ignored") or not param.requires_grad
-    if travels_apart or (ddp_config.grad_comm_dtype == "int8" and not has_blocks(param, ddp_config)):
+    if kind_of(param) in ("replicated", "ignored") or not param.requires_grad:
         return None
-    return ddp_config.grad_comm_dtype
+    return (
+        OWN_DTYPE
+        if ddp_config.grad_comm_dtype == "int8" and not has_blocks(param, ddp_config)
+        else ddp_config.grad_comm_dtype
+    )
 
 
 def lay_out_params(

@@ -22,7 +22,7 @@ from ...base.megatron_names import changed_fields, config_with
 from ...base.micro_batch_tree import odd_part
 from ...base.module_protocol import fusion_lends_memory
 from ...comm import streams
-from ...comm.message_formats import BLOCK
+from ...comm.message_formats import BLOCK, OWN_DTYPE
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
@@ -252,8 +252,8 @@ def config_of_engine(
     own = _config_as(TorchFullyShardedDataParallelConfig, ddp_config)
     if own.collectives == "torch" and (own.grad_comm_dtype or own.param_comm_dtype):
         raise ParallelConfigError(
-            f"collectives is 'torch', which leaves messages to FSDP2, with param_comm_dtype {own.param_comm_dtype} and "
-            f"grad_comm_dtype {own.grad_comm_dtype}; drop one of the two"
+            f"collectives is 'torch', which leaves messages to FSDP2, and param_comm_dtype is {own.param_comm_dtype}, "
+            f"grad_comm_dtype {own.grad_comm_dtype}; drop collectives, or these"
         )
     for name, row in _NOT_OF_FSDP2.items():
         value = getattr(own, name)
@@ -328,15 +328,17 @@ def check_contradictions(
         ParallelConfigError: says what to change.
     """
     pieces = list(pieces)
-    if ddp_config.sends_blocks and not any(piece.param_format or piece.grad_format for piece in pieces):
+    if ddp_config.sends_blocks and not any(
+        {piece.param_format, piece.grad_format} - {None, OWN_DTYPE} for piece in pieces
+    ):
         raise ParallelConfigError(
             f"param_comm_dtype and grad_comm_dtype='int8' send matrices whose rows are whole blocks of {BLOCK} "
             "elements, and this model has none; drop them"
         )
     if alone := next((p for p in pieces if p.param_format and p.num_param_shards == 1 and p.bucket is None), None):
         raise ParallelConfigError(
-            f"param_comm_dtype is {alone.param_format}, and one rank has all of {alone.params[0].name}, which FSDP2 then "
-            "does not gather: forward would compute with other numbers than on several; drop it, or use "
+            f"param_comm_dtype is {alone.param_format}, and one rank has all of {alone.params[0].name}, which FSDP2 "
+            "then does not gather: forward would compute with other numbers than on several; drop it, or use "
             "FullyShardedDataParallel"
         )
     if ddp_config.reproducible_across_ranks:

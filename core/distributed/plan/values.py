@@ -160,7 +160,7 @@ class Plan:
                 return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, of_kind)
         num_replicas = self.groups.whole.size() // self.num_shards  # ranks with the same shard, or all
         trained = [piece for piece in unit.pieces if piece.is_trained]
-        sent_bytes, reduced_bytes = sum(p.sent_grad_bytes for p in trained), sum(p.reduced_bytes for p in trained)
+        reduced_bytes, sent_bytes = sum(p.reduced_bytes for p in trained), sum(p.sent_grad_bytes for p in trained)
         reductions = num_microbatches if self.settings.reduce_every_micro_batch else 1
         if unit.is_gathered:
             # From one micro-batch to the next a unit is gathered if it never was freed, or since backward gathered it.
@@ -173,7 +173,9 @@ class Plan:
         sent_params = sum(piece.sent_param_bytes for piece in unit.pieces)
         gathered_bytes = sent_params if unit.is_gathered else sum(piece.kept_bytes for piece in trained)
         reduced = [Traffic("all-reduce", reductions, reduced_bytes // self.num_shards, num_replicas)]
-        if self.is_replicated and sent_bytes != reduced_bytes:  # each rank adds its part, and gathers the sums
+        if self.is_replicated and any(
+            piece.grad_format for piece in trained
+        ):  # each rank adds its part, and gathers the sums
             reduced = [
                 Traffic("reduce-scatter", reductions, sent_bytes, num_replicas),
                 Traffic("all-gather", reductions, reduced_bytes, num_replicas),

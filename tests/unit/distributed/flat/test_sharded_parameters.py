@@ -150,9 +150,9 @@ def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
     found = []
     all_gather = collectives.all_gather
 
-    def recorded(whole: torch.Tensor, own: torch.Tensor, group: Any, *, what: str) -> None:
+    def recorded(whole: torch.Tensor, own: torch.Tensor, group: Any, *sent_as: Any, what: str) -> None:
         found.append((what.removeprefix("the parameters of unit layers."), group.size()))
-        all_gather(whole, own, group, what=what)
+        all_gather(whole, own, group, *sent_as, what=what)
 
     with mock.patch.object(collectives, "all_gather", recorded):
         loss = model(x).sum()
