@@ -26,6 +26,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "ddp_engine": ("--candidates", "torch DDP", "replicated", *ONCE, "--only", "time"),
     "deterministic": ONCE,
     "experts": (*ONCE, "--only", "product"),
+    "fewer_bits": ("parameters in int8", *ONCE, "--only", "bytes"),
     "fully_sharded": ("128 tokens", *ONCE, "--only", "time"),
     "gpt_throughput": ("--preset", "small", "--steps", "2"),
     "held_memory": ("--ranks", "2"),

@@ -144,4 +144,25 @@ MUTATIONS = (
         "wait[0] in own_calls and",
         ("tests/unit/comm/test_out_of_step.py::test_a_chain_of_waiting_ranks_is_waited_for",),
     ),
+    Mutation(
+        "the scale of a block is that of all blocks of a shard",
+        "core.comm.message_formats._to_codes",
+        r"values\.aminmax\(dim=1\)",
+        "(end.expand(len(values)) for end in values.aminmax())",
+        ("tests/unit/comm/test_message_formats.py::test_shards_send_what_one_rank_would",),
+    ),
+    Mutation(
+        "a rank keeps its own part exact where others have what they decoded",
+        "core.comm.collectives.all_gather",
+        r"sent_as\.decode\(whole, output\)",
+        "(kept := input_.clone(), sent_as.decode(whole, output), output.chunk(group.size())[group.rank()].copy_(kept))",
+        ("tests/unit/distributed/test_fewer_bits.py::test_forward_computes_with_what_arrives",),
+    ),
+    Mutation(
+        "messages are added one after the other",
+        "core.comm.collectives._add_messages",
+        r"is_last or len\(sums\) > rank\.bit_count\(\)",
+        "True",
+        ("tests/unit/distributed/test_fewer_bits.py::test_gradients_are_sums_of_what_each_rank_sends",),
+    ),
 )

@@ -561,4 +561,18 @@ MUTATIONS = (
         "None",
         ("tests/unit/distributed/test_wrap_model.py::test_a_models_own_config_is_read",),
     ),
+    Mutation(
+        "shards of a flat buffer end inside of blocks of codes",
+        "core.distributed.plan.pieces.grain_of",
+        r"BLOCK if has_blocks",
+        "PARAM_ALIGNMENT if has_blocks",
+        ("tests/unit/distributed/test_fewer_bits.py::test_gradients_are_sums_of_what_each_rank_sends",),
+    ),
+    Mutation(
+        "whole parameters are what codes stand for",
+        "core.distributed.flat.unit.Unit.gather_apart",
+        r"gather_params\(apart, self\._what\)",
+        "gather_params(apart, self._what, sent_as=bucket.param_format)",
+        ("tests/unit/distributed/test_fewer_bits.py::test_weights_that_a_program_reads_are_exact",),
+    ),
 )
