@@ -75,11 +75,11 @@ class DistributedDataParallelConfig:
     """
 
     grad_comm_dtype: Literal["bf16", "int8"] | None = None
-    """Send gradients in fewer bits, and add them in fp32: ``bf16``, or ``int8`` in blocks of 256 elements of a
-    tensor, for matrices whose rows are whole blocks; the rest travels as it is. None: in the dtype of their reduction,
-    in which the backend adds. Over replicas of hybrid sharding sums travel so in any case.
+    """Send gradients in fewer bits, and add them in fp32: ``bf16``, or ``int8`` in blocks of 256 elements of a tensor.
 
-    Every rank's addend is rounded, this rank's too: see `shardstack.comm.message_formats` for by how much.
+    ``int8`` is for matrices whose rows are whole blocks; the rest travels as it is. None: in the dtype of their
+    reduction, in which the backend adds. Over replicas of hybrid sharding sums travel so in any case. Every rank's
+    addend is rounded, this rank's too: `shardstack.comm.message_formats` says by how much.
     """
 
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()

@@ -110,11 +110,11 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
 
     param_comm_dtype: Literal["int8", "fp8"] | None = None
-    """Gather parameters in codes of 8 bits, in blocks of 256 elements of a tensor, and compute with what these stand
-    for: a quarter of the bytes of fp32. Shards, which the optimizer updates, stay exact, so that errors of steps do
-    not add up. For matrices whose rows are whole blocks; the rest travels as it is. ``fp8`` is e4m3.
+    """Gather parameters in codes of 8 bits, in blocks of 256 elements of a tensor, and compute with their values.
 
-    Gathered values are the same on any number of ranks; see `shardstack.comm.message_formats` for their error.
+    A quarter of the bytes of fp32. Shards, which the optimizer updates, stay exact, so that errors of steps do not add
+    up. For matrices whose rows are whole blocks; the rest travels as it is. ``fp8`` is e4m3. Gathered values are the
+    same on any number of ranks: `shardstack.comm.message_formats` has a bound for their error.
     """
 
     # ---- memory
