@@ -3,8 +3,8 @@
     python benchmarks/fewer_bits.py [FORMAT ...] [--ranks 2] [--only time|bytes] [--rounds 15]
 
 Two gloo ranks of one thread each train a GPT of 8 layers and width 512 in fp32, 4 micro-batches of one sequence of 128
-tokens a step. Bytes are counted from the record of collectives. Between processes of one machine bytes cost little, so that the time is
-that of encoding and decoding, which a network has to earn back.
+tokens a step. Bytes are counted from the record of collectives. Between processes of one machine bytes cost little, so
+that the time is that of encoding and decoding, which a network has to earn back.
 """
 
 from __future__ import annotations

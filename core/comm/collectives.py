@@ -13,6 +13,7 @@ them is recorded: the graph would have to break for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -198,12 +199,11 @@ def all_gather(
     Raises:
         OutOfStepError: other ranks did not join.
     """
-    own = input_ if sent_as is None else sent_as.encode(input_)
-    whole = output if sent_as is None else own.new_empty(group.size() * len(own))
-    with recorded("all-gather", what, whole, group):
-        _all_gather(whole, own, group)
     if sent_as is not None:
-        sent_as.decode(whole, output)
+        sent_as.gather(output, input_, group.size(), partial(all_gather, group=group, what=what))
+        return
+    with recorded("all-gather", what, output, group):
+        _all_gather(output, input_, group)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, what: str) -> None:

@@ -11,12 +11,14 @@ For a block with the largest magnitude `m` a decoded value differs from `x` by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..base.fused import Fused
+from .call import FunctionWork
 
 BLOCK = 256
 """Elements, as in ZeRO++ (Wang et al., 2023) and 8-bit optimizers."""
@@ -89,6 +91,28 @@ class MessageFormat:
             largest = _as(torch.float32, scales).flatten()
             codes = _to_values(codes.view(-1, BLOCK), largest, self._most, rows.dtype).view(len(rows), -1)
         _write(rows, self._runs, codes)
+
+    def gather(
+        self, shards: Tensor, own: Tensor, num_ranks: int, gather: Callable[[Tensor, Tensor], dist.Work | None]
+    ) -> dist.Work | None:
+        """Gathers the shards of `num_ranks` ranks, of which `own` is this one's, into `shards`.
+
+        Args:
+            gather: gathers messages into its first argument from its second, and returns work where it goes on.
+        """
+        message = self.encode(own)
+        messages = message.new_empty(num_ranks * len(message))
+        work = gather(messages, message)
+
+        def end() -> None:
+            if work is not None:
+                work.wait()
+            self.decode(messages, shards)
+
+        if work is not None:
+            return FunctionWork(end)
+        end()
+        return None
 
 
 def format_of_all(name: str | None, numel: int, dtype: torch.dtype) -> MessageFormat | None:

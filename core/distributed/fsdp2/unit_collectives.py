@@ -28,7 +28,6 @@ from ...base.device import current_device
 from ...base.errors import ShardstackError, UnitError
 from ...base.host_memory import LentMemory
 from ...comm import collectives, gloo, streams
-from ...comm.call import FunctionWork
 from ...comm.gloo import Sum
 from ...comm.message_formats import OWN_DTYPE, MessageFormat
 from ...comm.record import recorded
@@ -60,8 +59,8 @@ def set_collectives(plan: Plan) -> tuple[list[KeptPart], LentMemory]:
     names = {parameter: name for name, parameter in plan.root.modules[0].named_parameters()}
     for unit in plan.units:
         module, part = as_fsdp(unit.modules[0]), None
-        in_plan = {param.name: (param.shard_numel, piece) for piece in unit.pieces for param in piece.params}
-        members = [in_plan[names[shard]] for shard in shards_of(groups_of(unit.modules[0]))]
+        pieces = {param.name: (param.shard_numel, piece) for piece in unit.pieces for param in piece.params}
+        members = [pieces[names[shard]] for shard in shards_of(groups_of(unit.modules[0]))]
         if unit.kept_among is not None:
             part = KeptPart(neighbours[unit.kept_among], outlasts_backward=unit.is_kept)
             parts.append(part)
@@ -145,22 +144,10 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
         return None
 
     def _gather(self, output: Tensor, source: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
+        send = partial(self._send, group=group, async_op=async_op)
         if not self._is_encoded:
-            return self._send(output, source, group, async_op)
-        sent_as = MessageFormat(self._segments, source.dtype)
-        own = sent_as.encode(source)
-        messages = own.new_empty(group.size() * len(own))
-        work = self._send(messages, own, group, async_op)
-
-        def end() -> None:
-            if work is not None:
-                work.wait()
-            sent_as.decode(messages, output)
-
-        if work is not None:
-            return FunctionWork(end)
-        end()
-        return None
+            return send(output, source)
+        return MessageFormat(self._segments, source.dtype).gather(output, source, group.size(), send)
 
     def _send(self, output: Tensor, source: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
         what = f"the parameters of {self.unit}"

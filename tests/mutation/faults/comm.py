@@ -153,9 +153,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank keeps its own part exact where others have what they decoded",
-        "core.comm.collectives.all_gather",
-        r"sent_as\.decode\(whole, output\)",
-        "(kept := input_.clone(), sent_as.decode(whole, output), output.chunk(group.size())[group.rank()].copy_(kept))",
+        "core.comm.message_formats.MessageFormat.gather",
+        r"self\.decode\(messages, shards\)",
+        "(kept := own.clone(), self.decode(messages, shards), own.copy_(kept))",
         ("tests/unit/distributed/test_fewer_bits.py::test_forward_computes_with_what_arrives",),
     ),
     Mutation(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.base import fused
 from core.comm.message_formats import BLOCK, OWN_DTYPE, MessageFormat, format_of_all, has_whole_blocks, message_bytes
 
 FORMATS = ("int8", "fp8", "bf16")
@@ -80,6 +81,13 @@ def test_runs_travel_next_to_what_is_not_encoded(name: str, dtype: torch.dtype) 
         ):
             assert torch.equal(part, own if of == OWN_DTYPE else _sent(own.clone(), name))
     assert torch.equal(alone.to(dtype), arrived.view(3, -1)[1])
+
+
+def test_compiled_code_sends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = _values(8 * BLOCK, torch.float32)
+    expected = _sent(values, "int8")
+    monkeypatch.setattr(fused, "COMPILED_ON", ["cuda", "cpu"])
+    assert torch.equal(_sent(values, "int8"), expected)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

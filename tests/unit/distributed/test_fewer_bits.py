@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from core import parallel_state
 from core.base.errors import ParallelConfigError
 from core.comm.message_formats import format_of_all, has_whole_blocks, message_bytes
-from core.distributed import wrap_model
+from core.distributed import finalize_model_grads, wrap_model
+from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer import TransformerConfig
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import full, recorded_collectives, settings, synced_last, toy
 
@@ -44,6 +47,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(21, 256)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.head = nn.Linear(256, 21, bias=False)
         self.head.weight = self.embedding.weight
@@ -292,3 +296,77 @@ def _cut_by_tensor_parallelism() -> None:
 
 def test_tensor_parallelism_inside_of_blocks_is_refused() -> None:
     run_distributed(_cut_by_tensor_parallelism, 2)
+
+
+def _gpt_trained(kind: str, sizes: dict[str, int], formats: dict[str, str]) -> dict[str, Tensor]:
+    """Trains a small GPT on ranks that share its layers or experts, and returns this rank's parts of its weights."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    experts = {"num_moe_experts": 2, "moe_router_topk": 2} if "expert_model_parallel_size" in sizes else {}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=512,
+        num_attention_heads=4,
+        ffn_hidden_size=512,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **sizes,
+        **experts,
+    )
+    torch.manual_seed(3)
+    gpt = GPTModel(config, vocab_size=64, max_sequence_length=16)
+    model = wrap_model(gpt, config, settings(kind, **formats))
+    optimizer = _optimizer(model)
+    replica = parallel_state.get_data_parallel_rank()
+    for step in range(2):
+        model.zero_grad_buffer()
+        for number in synced_last(model, range(MICRO_BATCHES)):
+            generator = torch.Generator().manual_seed(100 * step + 10 * replica + number)
+            tokens = torch.randint(0, 64, (2, 9), generator=generator)
+            model(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()
+        finalize_model_grads([model])
+        optimizer.step()
+    with model.whole_parameters():
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.module.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}], ids=str)
+@on_ranks(4)
+def test_engines_agree_where_layers_are_cut(sizes: dict[str, int]) -> None:
+    grads = {"grad_comm_dtype": "int8"}
+    of_ddp = _gpt_trained("ddp", sizes, grads)
+    for kind in ("zero2_overlap", "zero3", "fsdp2"):
+        found = _gpt_trained(kind, sizes, grads)
+        assert [name for name, tensor in of_ddp.items() if not torch.equal(found[name], tensor)] == [], kind
+    both = grads | {"param_comm_dtype": "int8"}
+    ours, torchs = (_gpt_trained(kind, sizes, both) for kind in ("zero3", "fsdp2"))
+    assert [name for name, tensor in ours.items() if not torch.equal(torchs[name], tensor)] == []
+    assert any(not torch.equal(of_ddp[name], tensor) for name, tensor in ours.items())
+
+
+def _losses(fields: dict[str, str]) -> list[float]:
+    model = _wrapped("zero3", _net(), **fields)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-4), [model])
+    losses = []
+    for _ in range(20):
+        model.zero_grad_buffer()
+        loss = _loss(model, 0, dist.get_rank(), 0)
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2)
+def test_losses_are_near_those_of_whole_messages() -> None:
+    expected = _losses({})
+    assert expected[-1] < 0.85 * expected[0]
+    for fields in ({"param_comm_dtype": "int8"}, {"param_comm_dtype": "fp8"}, {"grad_comm_dtype": "int8"}):
+        found = _losses(fields)
+        assert found != expected
+        far = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+        assert far <= 0.005, (fields, far, found, expected)
