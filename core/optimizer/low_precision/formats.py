@@ -77,10 +77,8 @@ def levels_of(book: str, is_signed: bool, device: torch.device) -> tuple[Tensor,
         most = 127 if is_signed else 255
         positive = torch.arange(1, most + 1, dtype=torch.float64) / most
     else:
-        decades = []
-        for decade in range(_DECADES):
-            ends = torch.linspace(0.1, 1.0, (1 if is_signed else 2) * 2**decade + 1, dtype=torch.float64)
-            decades.append((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade + 1 - _DECADES))
+        ends = [torch.linspace(0.1, 1.0, (2 - is_signed) * 2**d + 1, dtype=torch.float64) for d in range(_DECADES)]
+        decades = [(e[:-1] + e[1:]) / 2 * 10.0 ** (d + 1 - _DECADES) for d, e in enumerate(ends)]
         positive = torch.cat(decades)
         positive = torch.cat([positive[:-1] if is_signed else positive, torch.ones(1, dtype=torch.float64)])
     below = -positive.flip(0) if is_signed else positive[:0]
