@@ -106,7 +106,8 @@ class Places:
         Args:
             start: below 0 has the place of the first element.
         """
-        elements = torch.arange(start, end, step, device=self._device).clamp_(min=0)
+        elements = torch.arange(start, end, step, device=self._device)
+        elements[:1].clamp_(min=0)
         places = elements + self._origin
         for box in self._boxes:
             if start < box.first + box.numel and box.first < end:
@@ -128,12 +129,12 @@ class Places:
         first, last, slots = self._slots(start, end)
         return scales[first:last].repeat_interleave(BLOCK)[slots]
 
-    def write_largest(self, start: int, end: int, values: Tensor, into: Tensor) -> None:
-        """Writes the largest magnitude of each block in ``[start, end)`` into its place in `into`, `[blocks]`."""
+    def write_largest(self, start: int, end: int, values: Tensor, into: Tensor) -> Tensor:
+        """Writes the largest magnitude of blocks in ``[start, end)`` into `into`, `[blocks]`, and returns these."""
         first, last, slots = self._slots(start, end)
         whole = values.new_zeros(last - first, BLOCK)
         whole.view(-1)[slots] = values.abs()
-        torch.amax(whole, 1, out=into[first:last])
+        return torch.amax(whole, 1, out=into[first:last])
 
     def _slots(self, start: int, end: int) -> tuple[int, int, slice | Tensor]:
         """Returns the indices of a chunk's blocks, ``[first, last)``, and where its elements are in these."""

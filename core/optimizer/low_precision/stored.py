@@ -113,8 +113,8 @@ class InBlocks(Stored):
         return formats.decode(self.values[start:end], scales, self._book, self._is_signed)
 
     def write(self, start: int, end: int, new: Tensor, step: int) -> None:
-        self.places.write_largest(start, end, new, self.scales)
-        self.scales.masked_fill_(self.scales < formats.LEAST_SCALE, 0.0)
+        largest = self.places.write_largest(start, end, new, self.scales)
+        largest.masked_fill_(largest < formats.LEAST_SCALE, 0.0)
         self._encode(start, end, new, step)
         for first, last in self.places.shared_ranges:
             if start <= first < end:
