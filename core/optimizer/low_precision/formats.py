@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ LEAST_SCALE = 2.0**-100
 def key_of(name: str, step: int) -> tuple[int, int]:
     """Returns the key of a tensor's random bits in one step, two numbers of 32 bits with a sign."""
     digest = hashlib.blake2s(f"{name} {step}".encode(), digest_size=8).digest()
-    first, second = (int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:]))
+    first, second = struct.unpack("<2i", digest)
     return first, second
 
 

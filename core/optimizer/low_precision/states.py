@@ -83,9 +83,9 @@ class StoredStates(rules.PlainStates):
             state.update({kind: column.values.view(main.shape) for kind, column in columns.items()})
             if p.is_low_precision and not p.has_master:
                 columns[rules.MASTER] = master = self._master(p, config.main_params_dtype)
-                p.rest = master.tensors().get("rest")
+                p.rest = master.parts.get("rest")
             for kind, column in columns.items():
-                state.update({f"{kind}.{part}": tensor for part, tensor in column.tensors().items()})
+                state.update({f"{kind}.{part}": tensor for part, tensor in column.parts.items()})
 
     def _master(self, p: MainParam, dtype: MainDtype) -> Stored:
         _check_dtype(p, f"main_params_dtype is {dtype}", (torch.bfloat16,))
@@ -154,7 +154,7 @@ class StoredStates(rules.PlainStates):
     def tensors(self, params: Iterable[MainParam]) -> Iterator[Tensor]:
         for p in params:
             for kind, column in self._columns[p.main].items():
-                yield from column.tensors().values()
+                yield from column.parts.values()
                 if kind != rules.MASTER:
                     yield column.values
 

@@ -32,6 +32,8 @@ class Stored(ABC):
 
     def __init__(self, values: Tensor, places: Places, name: str) -> None:
         self.values, self.places, self.name = values, places, name
+        self.parts: dict[str, Tensor] = {}
+        """Its memory besides `values`, by kind."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
@@ -56,10 +58,6 @@ class Stored(ABC):
         for start, end in self.places.chunks(CHUNK) if len(flat) else ():
             self.write(start, end, flat[start:end], step)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns its memory besides `values`, by kind."""
-        return {}
-
     def _bits(self, start: int, end: int, step: int) -> Tensor:
         return formats.random_bits(self.places.places(start, end), formats.key_of(self.name, step))
 
@@ -79,16 +77,13 @@ class WithRest(Stored):
 
     def __init__(self, values: Tensor, places: Places, name: str) -> None:
         super().__init__(values, places, name)
-        self.rest = torch.zeros_like(values, dtype=torch.int16)
+        self.parts["rest"] = self._rest = torch.zeros_like(values, dtype=torch.int16)
 
     def read(self, start: int, end: int) -> Tensor:
-        return formats.join(self.values[start:end], self.rest[start:end])
+        return formats.join(self.values[start:end], self._rest[start:end])
 
     def write(self, start: int, end: int, new: Tensor, step: int) -> None:
-        self.values[start:end], self.rest[start:end] = formats.split(new)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"rest": self.rest}
+        self.values[start:end], self._rest[start:end] = formats.split(new)
 
 
 class InBlocks(Stored):
@@ -104,7 +99,7 @@ class InBlocks(Stored):
         super().__init__(values, places, name)
         self._book, self._is_signed, self._is_stochastic = book, is_signed, rounds_stochastically
         # Of each block, in the order of `Places`.
-        self.scales = torch.zeros(places.num_blocks, device=values.device)
+        self.parts["scales"] = self.scales = torch.zeros(places.num_blocks, device=values.device)
         self.unagreed: list[tuple[int, int, Tensor, int]] = []
         """Values of shared blocks, by range, with the step. `write` adds, `take_shared` encodes and clears them."""
 
@@ -131,9 +126,6 @@ class InBlocks(Stored):
         for written in self.unagreed:
             self._encode(*written)
         self.unagreed = []
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"scales": self.scales}
 
 
 class SharedScales:
