@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from .main_params import MainParam
 from .main_ranges import sharing_ranks
 from .optimizer import MegatronOptimizer
 from .optimizer_config import StateDtype
-from .update_rules import read_master
-
-if TYPE_CHECKING:
-    from .low_precision.stored import Stored
+from .update_rules import MASTER
 
 _AVERAGE = "average"
 
@@ -66,15 +63,12 @@ class AveragedWeights:
         self.num_averaged = 0
         """Number of updates of the average. The optimizer counts each step that was not skipped.
         `load_state_scalars` sets it."""
-        if dtype != "fp32":
-            self._keep_in(dtype)
+        kept = self._keep_in(dtype) if dtype != "fp32" else set[Tensor]()
         # The averages in fp32, by `MainParam.main`, in its dtype and shape, on its device; the rule's `StoredStates`
-        # have the others. `note_update` and loads write them on the current stream; inside of `swapped` they hold the
+        # has the others. `note_update` and loads write them on the current stream; inside of `swapped` they hold the
         # model's weights.
         self._averages = {
-            p.main: read_master(optimizer.rule, p.main).detach().clone()
-            for p in optimizer.main_params
-            if self._column(p) is None
+            p.main: self._weights(p).detach().clone() for p in optimizer.main_params if p.main not in kept
         }
         # Whether the model holds the average. `swapped` sets and clears it.
         self._is_swapped = False
@@ -89,35 +83,36 @@ class AveragedWeights:
             is_made: 0-dim, on the device: whether there was an update.
         """
         weight = 1 / (self.num_averaged + 1) if self.decay is None or self.num_averaged == 0 else 1 - self.decay
+        stored = self._optimizer.rule.stored
         for p in self._optimizer.main_params:
-            values, main = self._values(p), read_master(self._optimizer.rule, p.main)
+            values, weights = self._values(p), self._weights(p)
             # As the average itself a weight leaves it as it is, to the bit.
-            values.lerp_(torch.where(is_made.to(values.device), main, values), weight)
-            if (column := self._column(p)) is not None:
-                column.write_all(values, self.num_averaged)
-        if (stored := self._optimizer.rule.stored) is not None:
-            stored.shared.agree()
+            values.lerp_(torch.where(is_made.to(values.device), weights, values), weight)
+            stored.write(p.main, _AVERAGE, values, self.num_averaged)
+        stored.settle()
 
-    def _keep_in(self, dtype: StateDtype) -> None:
+    def _keep_in(self, dtype: StateDtype) -> set[Tensor]:
+        """Makes the rule's `StoredStates` keep averages. Returns the main tensors of these."""
         from .low_precision.states import StoredStates  # a plug-in, as in `get_megatron_optimizer`
 
         params, rule = self._optimizer.main_params, self._optimizer.rule
-        if rule.stored is None:
-            rule.stored = StoredStates(params, sharing_ranks(params, self._optimizer.model_groups))
+        stored = rule.stored
+        if not isinstance(stored, StoredStates):
+            stored = StoredStates(params, sharing_ranks(params, self._optimizer.model_groups))
+        kept = stored.add({(p.main, _AVERAGE): dtype for p in params}, round_stochastically=True)
+        rule.stored = stored
         for p in params:
-            if (column := rule.stored.add(p.main, _AVERAGE, dtype, rounds_stochastically=True)) is not None:
-                column.write_all(read_master(rule, p.main), 0)
-        rule.stored.agree_on_blocks()
-        rule.stored.shared.agree()
+            stored.write(p.main, _AVERAGE, self._weights(p), 0)
+        stored.settle()
+        return {main for main, _ in kept}
 
-    def _column(self, p: MainParam) -> Stored | None:
-        stored = self._optimizer.rule.stored
-        return None if stored is None else stored.column(p.main, _AVERAGE)
+    def _weights(self, p: MainParam) -> Tensor:
+        """Returns the weights of a parameter in the dtype of its master: that itself, or a copy in fp32."""
+        return self._optimizer.rule.stored.read(p.main, MASTER, p.main)
 
     def _values(self, p: MainParam) -> Tensor:
         """Returns an average in the shape of its main tensor: itself, or a copy in fp32."""
-        column = self._column(p)
-        return self._averages[p.main] if column is None else column.read_all().view(p.main.shape)
+        return self._optimizer.rule.stored.read(p.main, _AVERAGE, self._averages.get(p.main, p.main))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -163,9 +158,9 @@ class AveragedWeights:
         """Returns the average of each parameter by name, as tensors of the whole model that share this rank's, or of
         copies, as `MegatronOptimizer.state_tensors`."""
         self.check_may_step()
-        tensors, stored = {}, self._optimizer.rule.stored
+        tensors = {}
         for p in self._optimizer.main_params:
             average = self._averages.get(p.main, p.main)
-            average = average if stored is None else stored.for_checkpoint(p.main, _AVERAGE, average)
+            average = self._optimizer.rule.stored.for_checkpoint(p.main, _AVERAGE, average)
             tensors[f"{_AVERAGE}.{p.name}"] = p.whole(average)
         return tensors

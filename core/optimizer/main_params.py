@@ -247,19 +247,17 @@ class WrittenParams:
             return
         for p, is_written in zip(self._params, HostRead(flags).wait(), strict=True):
             if is_written and p.rest is not None:
-                p.rest.masked_fill_(self._is_in_written_run(p), 0)
+                self._drop_rest(p, p.rest)
             elif is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
 
-    def _is_in_written_run(self, p: MainParam) -> Tensor:
-        """Returns of each element of a parameter whether its run was written since the last agreement, `[n]`."""
-        start, stop, run = _runs(p.local(), _row(p))
-        before = self._sums[self._params.index(p)]
-        in_runs, at_start, at_end = (_sums_of_runs(p.local(), _row(p)) != before).split(
-            [(stop - start) // (4 * run), start, p.main.numel() - stop]
-        )
-        return torch.cat([at_start, in_runs.repeat_interleave(4 * run), at_end])
+    def _drop_rest(self, p: MainParam, rest: Tensor) -> None:
+        """Zeroes the rest of a parameter's elements in the runs that were written since the last agreement."""
+        runs = _in_runs(rest, p.local(), _row(p))
+        changed = _sums_of_runs(p.local(), _row(p)) != self._sums[self._params.index(p)]
+        for part, is_changed in zip(runs, changed.split([len(part) for part in runs]), strict=True):
+            part[is_changed] = 0
 
     def find_written(self) -> Tensor | None:
         """Returns which parameters were written since the last agreement, or None if none is watched.
@@ -289,23 +287,26 @@ _WORDS_OF_RUN = 125
 """Words in a run. Odd, so that columns that change places cross the ends of runs. Longer runs are hardly faster."""
 
 
-def _runs(tensor: Tensor, row: int) -> tuple[int, int, int]:
-    """Returns the elements ``[start, stop)`` of a 16-bit tensor that are in runs, and words of four in each run."""
-    start = min(-tensor.storage_offset() % 4, tensor.numel())
-    words = (tensor.numel() - start) // 4
+def _in_runs(flat: Tensor, tensor: Tensor, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views of a flat tensor: `[runs, elements]`, and the elements before and after these.
+
+    Args:
+        tensor: 16-bit tensor of as many elements, whose words make the runs.
+        row: number of elements in a row of the parameter, 1 in a vector; runs are shorter, or single words.
+    """
+    start = min(int(-tensor.storage_offset() % 4), len(flat))
+    words = (len(flat) - start) // 4
     run = 1 if words <= _WORDS_COMPARED else max(1, min(_WORDS_OF_RUN, row // 4 - 1 | 1))
-    return start, start + words // run * run * 4, run
+    stop = start + words // run * run * 4
+    return flat[start:stop].view(-1, 4 * run), flat[:start], flat[stop:]
 
 
 def _sums_of_runs(tensor: Tensor, row: int) -> Tensor:
     """Returns the sums of a 16-bit tensor's bits over runs of eight-byte words, and the remainders at its ends.
 
-    Args:
-        row: number of elements in a row of the parameter, 1 in a vector; runs are shorter, or single words.
-
     Returns:
         `[runs + rest]` in int64.
     """
     bits = tensor.detach().reshape(-1).view(torch.int16)
-    start, stop, run = _runs(tensor, row)
-    return torch.cat([bits[start:stop].view(torch.int64).view(-1, run).sum(1), bits[:start], bits[stop:]])
+    in_runs, before, after = _in_runs(bits, tensor, row)
+    return torch.cat([in_runs.view(torch.int64).sum(1), before, after])

@@ -24,7 +24,7 @@ from .main_params import MainParam, WrittenParams, low_precision_weights, refres
 from .main_ranges import find_main_params
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .update_rules import SkippableRule, read_master, write_master
+from .update_rules import MASTER, SkippableRule
 
 if TYPE_CHECKING:
     from .torch_rule import UpdateRule
@@ -148,8 +148,6 @@ class MegatronOptimizer(OptimizerState):
     def _start_reduced(self, report: Tensor | None, *, on_outcome: Callable[[StepOutcome], None] | None) -> None:
         # Gather and check.
         self._check_may_step()
-        if self.rule.stored is not None:
-            self.rule.stored.drop_copies()
         if self._has_unfinished_step and not self._written_params.were_counted():
             written_flags = self._written_params.find_written()  # to wait for it would leave the device without work
         else:
@@ -315,9 +313,9 @@ class MegatronOptimizer(OptimizerState):
             wrapper.engine.parameters.check_may_write()
             wrapper.engine.parameters.settle()
         for p, other in zip(self._params, others, strict=True):
-            values = read_master(self.rule, p.main)
+            values = self.rule.stored.read(p.main, MASTER, p.main)
             before = values.clone()
-            write_master(self.rule, p.main, values.copy_(other), 0)
+            self.rule.stored.write(p.main, MASTER, values.copy_(other), 0)
             other.copy_(before)
         self._publish_parameters()
 

@@ -197,14 +197,11 @@ class OptimizerConfig:
             setattr(self, field, names.get(getattr(self, field), getattr(self, field)))
         moments = get_args(StateDtype)
         check_choices(self, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_params_dtype=get_args(MainDtype))
-        has_second = self.optimizer == "adam" or (self.optimizer == "muon" and self.muon_scalar_optimizer == "adam")
-        if self.exp_avg_sq_dtype != "fp32" and not has_second:
-            raise ConfigError(
-                f"exp_avg_sq_dtype is {self.exp_avg_sq_dtype}, and {self.optimizer} keeps no second moments here; "
-                "leave it at fp32"
-            )
-        if self.exp_avg_dtype != "fp32" and self.optimizer == "sgd" and not self.sgd_momentum:
-            raise ConfigError(f"exp_avg_dtype is {self.exp_avg_dtype}, and sgd_momentum is 0; leave it at fp32")
+        has_second = "adam" in (self.optimizer, self.optimizer == "muon" and self.muon_scalar_optimizer)
+        is_kept = {"exp_avg_dtype": self.optimizer != "sgd" or self.sgd_momentum, "exp_avg_sq_dtype": has_second}
+        for field in (field for field in is_kept if not is_kept[field]):
+            if (dtype := getattr(self, field)) != "fp32":
+                raise ConfigError(f"{field} is {dtype}, and {self.optimizer} keeps none here; leave it at fp32")
 
     @property
     def keeps_low_precision(self) -> bool:

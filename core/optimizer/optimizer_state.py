@@ -21,7 +21,7 @@ from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .param_groups import groups_to_json, load_groups, saved_settings
-from .update_rules import MASTER, Numbers, saved_master
+from .update_rules import MASTER, Numbers
 
 if TYPE_CHECKING:
     from .torch_rule import UpdateRule
@@ -160,7 +160,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         params = [p for p in self._params if p.param in of]
         yield from (p.main for p in params if p.is_copied)
         yield from self._written_params.held(params)
-        yield from self.rule.stored.tensors(params) if self.rule.stored is not None else ()
+        yield from self.rule.stored.tensors(params)
         yield from self.average.held(params) if self.average is not None else ()
 
     def note_moved(self, parameters: Container[nn.Parameter]) -> None:
@@ -195,9 +195,8 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         ``average``. Each is a tensor of the whole model (`shardstack.dist_checkpointing`'s `global_view` or
         `flat_range_view`) and shares this rank's storage: load into it, then call :meth:`load_state_scalars`. What is
         kept in fewer bits is copied to fp32 on the host, exactly, so that any precision can continue from it; these
-        copies are valid until the next step. Masters
-        include values that other code has written to parameters in low precision since the last step, because a
-        checkpoint stores the master in place of the parameter.
+        copies are valid until the next step. Masters include values that other code has written to parameters in low
+        precision since the last step, because a checkpoint stores the master in place of the parameter.
         """
         self.finish_step()
         self._written_params.refresh_masters()
@@ -206,15 +205,14 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         for p in self._params:
             tensors |= {f"{kind}.{p.name}": p.whole(state) for kind, state in self.rule.state_of(p.main).items()}
             if p.is_low_precision:
-                tensors[f"{MASTER}.{p.name}"] = p.whole(saved_master(self.rule, p.main))
+                tensors[f"{MASTER}.{p.name}"] = p.whole(self.rule.stored.for_checkpoint(p.main, MASTER, p.main))
         tensors |= self.average.state_tensors() if self.average is not None else {}
         when_loaded(tensors.values(), self._note_loaded)
         return tensors
 
     def _note_loaded(self) -> None:
         self._is_half_loaded = True
-        if self.rule.stored is not None:
-            self.rule.stored.are_filled = True
+        self.rule.stored.note_loaded()
 
     def check_whole(self) -> None:
         """Raises if a checkpoint has filled tensors of the state alone.
@@ -294,8 +292,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         if self.average is not None:
             self.average.num_averaged = scalars["num_averaged"]
-        if self.rule.stored is not None:
-            self.rule.stored.take_copies()
+        self.rule.stored.take_copies()
         self._is_half_loaded = False
         self._publish_parameters()
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..base.errors import OptimizerError
 from ..base.parameters import local_part
 from .main_params import MainParam
-from .update_rules import Numbers, SkippableRule
+from .update_rules import Numbers, PlainStates, SkippableRule
 
 _SHAPES = ((6, 35), (130, 1, 1, 130))
 """Of the probe's tensors. The second has the dims of a convolution's, and the size of a large matrix."""
@@ -52,8 +52,8 @@ class TorchRule:
     """
 
     skips_on_device = False
-    stored: Any = None
-    """As a `SkippableRule`'s: an average alone, never its state."""
+    stored = PlainStates()
+    """As a `SkippableRule`'s: of an average alone, never of its state."""
 
     def __init__(self, optimizer: Optimizer, params: Mapping[nn.Parameter, MainParam]) -> None:
         self.optimizer = optimizer

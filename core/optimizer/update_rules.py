@@ -48,6 +48,45 @@ Numbers = Mapping[str, float]
 """What a rule keeps of one parameter besides tensors, such as the count of its steps, ``step``."""
 
 
+MASTER = "master"
+"""Kind of what an update writes to in `PlainStates`: a main tensor."""
+
+
+class PlainStates:
+    """What a rule reads and writes of a parameter, by kind: `MASTER`, the rule's state, an average. Here all is plain.
+
+    `low_precision.states.StoredStates` keeps some of it in fewer than 32 bits.
+    """
+
+    def read(self, main: Tensor, kind: str, plain: Tensor) -> Tensor:
+        """Returns a tensor of a parameter to be changed and given to `write`: `plain`, or a copy in fp32."""
+        return plain
+
+    def write(self, main: Tensor, kind: str, values: Tensor, step: int) -> None:
+        """Stores what `read` returned, if that is a copy. Random bits of its rounding are those of this step."""
+
+    def update(self, kernel: Kernel, rule: SkippableRule, pairs: Columns, names: Sequence[str]) -> Columns:
+        """Updates the parameters that are not plain, and returns the other pairs. Arguments as `_update`'s."""
+        return pairs
+
+    def settle(self) -> None:
+        """Ends an update of parameters, state or averages. All ranks call it."""
+
+    def for_checkpoint(self, main: Tensor, kind: str, plain: Tensor) -> Tensor:
+        """Returns a tensor to save or to load into: `plain`, or a copy in fp32 that `take_copies` stores."""
+        return plain
+
+    def note_loaded(self) -> None:
+        """Takes note that a checkpoint has filled copies of `for_checkpoint`."""
+
+    def take_copies(self) -> None:
+        """Stores what was loaded. All ranks call it."""
+
+    def tensors(self, params: Iterable[MainParam]) -> Iterable[Tensor]:
+        """Returns the memory of what is not plain of some parameters, but for the parameters themselves."""
+        return ()
+
+
 class SkippableRule(torch.optim.Optimizer):
     """An update that the device can skip without the host: its kernels write nothing if `found_inf` is 1."""
 
@@ -61,9 +100,8 @@ class SkippableRule(torch.optim.Optimizer):
     state_names: tuple[str, ...] = ()
     """Names of the state tensors of each parameter."""
 
-    stored: Any = None
-    """What is kept in fewer than 32 bits, a `low_precision.states.StoredStates`, or None. Set once, by the optimizer's
-    builder or `AveragedWeights`."""
+    stored = PlainStates()
+    """How state and masters are kept. Set once, by the optimizer's builder or `AveragedWeights`."""
 
     table: str = ""
     """What updates each parameter, as text for a log. Empty if all have one rule."""
@@ -102,8 +140,7 @@ class SkippableRule(torch.optim.Optimizer):
         self._gradients, self._weights = gradients, weights
         try:
             self.step()
-            if self.stored is not None:
-                self.stored.shared.agree()
+            self.stored.settle()
         finally:
             self.found_inf = self.factor = self._gradients = None
             self._weights = {}
@@ -145,20 +182,16 @@ class SkippableRule(torch.optim.Optimizer):
         """Returns the state tensors of a parameter by name, created as zeros where they are absent."""
         names = self.state_names_of(main)
         state = ensure_state(self, main, names)
-        of_kind = {name: state[name] for name in names}
-        return (
-            of_kind if self.stored is None else {n: self.stored.for_checkpoint(main, n, t) for n, t in of_kind.items()}
-        )
+        return {name: self.stored.for_checkpoint(main, name, state[name]) for name in names}
 
     def read(self, main: Tensor, kind: str) -> Tensor:
-        """Returns a tensor of a parameter's state, to be changed in fp32 and given to `write`."""
-        copy: Tensor | None = None if self.stored is None else self.stored.read(main, kind)
-        return ensure_state(self, main, (kind,))[kind] if copy is None else copy
+        """Returns a tensor of a parameter's state, or its `MASTER`, to be changed in fp32 and given to `write`."""
+        plain = main if kind == MASTER else ensure_state(self, main, (kind,))[kind]
+        return self.stored.read(main, kind, plain)
 
     def write(self, main: Tensor, kind: str, values: Tensor) -> None:
-        """Stores what `read` returned, if that is not the memory of the state itself."""
-        if self.stored is not None:
-            self.stored.write(main, kind, values, self.state[main]["step"])
+        """Stores what `read` returned."""
+        self.stored.write(main, kind, values, self.state[main]["step"])
 
     def numbers_of(self, main: Tensor) -> Numbers:
         """Returns the count of a parameter's steps."""
@@ -285,37 +318,7 @@ class RuleBuilder:
         return AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, **rates)
 
 
-MASTER = "master"
-"""Kind of what an update writes to in `StoredStates`: parameters themselves, where these have no fp32 master."""
-
-
-def read_master(rule: Any, main: Tensor) -> Tensor:
-    """Returns the fp32 values of a main tensor, to be changed and given to `write_master`.
-
-    Args:
-        rule: of any kind, also a `TorchRule`.
-    """
-    copy: Tensor | None = None if rule.stored is None else rule.stored.read(main, MASTER)
-    return main if copy is None else copy
-
-
-def saved_master(rule: Any, main: Tensor) -> Tensor:
-    """Returns the fp32 master of a parameter in low precision for a checkpoint: a copy, as `state_of`, or `main`."""
-    master: Tensor = main if rule.stored is None else rule.stored.for_checkpoint(main, MASTER, main)
-    return master
-
-
-def write_master(rule: Any, main: Tensor, values: Tensor, step: int) -> None:
-    """Stores what `read_master` returned, if that is not the main tensor itself.
-
-    Args:
-        step: the random bits of its rounding are those of this step.
-    """
-    if rule.stored is not None:
-        rule.stored.write(main, MASTER, values, step)
-
-
-def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
+def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: Iterable[str]) -> dict[str, Any]:
     """Returns the state of `param`, created as zeros where it is absent, as its first step would."""
     state: dict[str, Any] = rule.state[param]
     for name in names:
@@ -356,10 +359,8 @@ def _update(
         in_one_pass: updates rows of parameter, gradient, states, and weight where there is one; returns those that it
             leaves to `kernel`.
     """
-    if rule.stored is not None:
-        pairs = rule.stored.update(kernel, rule, pairs, names)
     batches: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}
-    for p, grad in pairs:
+    for p, grad in rule.stored.update(kernel, rule, pairs, names):
         state, weight = ensure_state(rule, p, names), rule._weights.pop(p, None)
         row = [p, grad, *[state[name] for name in names], *([] if weight is None else [weight])]
         batches.setdefault((p.device, p.dtype, weight is not None), []).append(row)

@@ -33,6 +33,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "host_work": ("bare", "ZeRO-3", "--largest", "3"),
     "lightning_strategies": ("--steps", "2"),
     "lost_ranks": ("ZeRO-1", *ONCE, "--only", "memory"),
+    "low_precision": ("--millions", "1", *ONCE),
     "meta_construction": ("--millions", "5", "--only", "gpt"),
     "moe_against_dense": ("--minutes", "0.01", "--calibration", "2"),
     "muon": (*ONCE, "--only", "time"),

@@ -21,7 +21,7 @@ from ...distributed import TorchFullyShardedDataParallel, _BaseDataParallel
 from ...distributed.groups import is_expert_parameter
 from ...optimizer.main_params import MainParam
 from ...optimizer.main_ranges import MainRange
-from ...optimizer.update_rules import saved_master
+from ...optimizer.update_rules import MASTER
 from ..bridge.trained import mix_in
 from .pieces import Entry, fill, held_pieces, own_elements, whole_model_state
 from .settings import print_first
@@ -199,7 +199,7 @@ class OwnStateInPieces(optimizer.MegatronOptimizer, StateInPieces):
     def _held(self, p: MainParam) -> HeldState:
         tensors = dict(self.rule.state_of(p.main))
         if p.is_low_precision:
-            tensors["fp32_param"] = saved_master(self.rule, p.main)
+            tensors["fp32_param"] = self.rule.stored.for_checkpoint(p.main, MASTER, p.main)
         flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
         step = int((self.rule.numbers_of(p.main) or {}).get("step", 0))
         start = p.start if isinstance(p, MainRange) else 0
@@ -208,8 +208,7 @@ class OwnStateInPieces(optimizer.MegatronOptimizer, StateInPieces):
     def load_state_dict(self, state_dict: Any) -> None:
         StateInPieces.load_state_dict(self, state_dict)
         with torch.no_grad():
-            if self.rule.stored is not None:
-                self.rule.stored.take_copies()
+            self.rule.stored.take_copies()
             self._publish_parameters()
 
 

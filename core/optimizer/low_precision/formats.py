@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 
 import torch
 from torch import Tensor
@@ -23,25 +24,26 @@ LEAST_SCALE = 2.0**-100
 
 
 def key_of(name: str, step: int) -> tuple[int, int]:
-    """Returns the key of a tensor's random bits in one step, two numbers of 32 bits."""
+    """Returns the key of a tensor's random bits in one step, two numbers of 32 bits with a sign."""
     digest = hashlib.blake2s(f"{name} {step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    first, second = struct.unpack("<2i", digest)
+    return first, second
 
 
 def random_bits(places: Tensor, key: tuple[int, int]) -> Tensor:
-    """Returns 16 random bits of each place, `[n]` in int64: a hash with a round of multiplications for each key.
+    """Returns 16 random bits of each place, `[n]` in int32: a hash with a round of multiplications for each key.
 
     Rounds and constants are those of Wellons' "lowbias32" family (github.com/skeeto/hash-prospector).
 
     Args:
         places: `[n]` in int64, of which 32 bits count.
     """
-    bits = (places & 0xFFFFFFFF) ^ key[0]
-    bits ^= bits >> 16
-    bits.mul_(0x21F0AAAD).bitwise_and_(0xFFFFFFFF).bitwise_xor_(key[1])
-    bits ^= bits >> 15
-    bits.mul_(0x735A2D97).bitwise_and_(0xFFFFFFFF)
-    bits ^= bits >> 15
+    bits = places.to(torch.int32).bitwise_xor_(key[0])  # whose products wrap; a shift would move the sign's copies in
+    bits ^= bits >> 16 & 0xFFFF
+    bits.mul_(0x21F0AAAD).bitwise_xor_(key[1])
+    bits ^= bits >> 15 & 0x1FFFF
+    bits.mul_(0x735A2D97)
+    bits ^= bits >> 15 & 0x1FFFF
     return bits.bitwise_and_(0xFFFF)
 
 
@@ -51,7 +53,7 @@ def to_bf16(values: Tensor, bits: Tensor) -> Tensor:
     Args:
         bits: `[n]`, of `random_bits`.
     """
-    rounded = values.view(torch.int32) + bits.to(torch.int32)
+    rounded = values.view(torch.int32) + bits
     return (rounded & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
@@ -77,10 +79,8 @@ def levels_of(book: str, is_signed: bool, device: torch.device) -> tuple[Tensor,
         most = 127 if is_signed else 255
         positive = torch.arange(1, most + 1, dtype=torch.float64) / most
     else:
-        decades = []
-        for decade in range(_DECADES):
-            ends = torch.linspace(0.1, 1.0, (1 if is_signed else 2) * 2**decade + 1, dtype=torch.float64)
-            decades.append((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade + 1 - _DECADES))
+        ends = [torch.linspace(0.1, 1.0, (2 - is_signed) * 2**d + 1, dtype=torch.float64) for d in range(_DECADES)]
+        decades = [(e[:-1] + e[1:]) / 2 * 10.0 ** (d + 1 - _DECADES) for d, e in enumerate(ends)]
         positive = torch.cat(decades)
         positive = torch.cat([positive[:-1] if is_signed else positive, torch.ones(1, dtype=torch.float64)])
     below = -positive.flip(0) if is_signed else positive[:0]
@@ -130,11 +130,11 @@ def encode(values: Tensor, scales: Tensor, book: str, is_signed: bool, bits: Ten
         share = ((ratios - start) / (end - start) * 0x4000).round()  # the last level's is not a number
         chosen = torch.where((bits & 0x3FFF) < share, lower + 1, lower)
     if not is_signed:
-        chosen = torch.where((chosen == 0) & (ratios > 0), 1, chosen)
+        chosen = torch.maximum(chosen, (ratios > 0).int())
     return (chosen - (len(levels) // 2 if is_signed else 0)).to(torch.uint8)
 
 
 def decode(codes: Tensor, scales: Tensor, book: str, is_signed: bool) -> Tensor:
     """Returns the values of codes in fp32. Scales as in `encode`."""
     _, by_code = levels_of(book, is_signed, codes.device)
-    return by_code[codes.int()] * scales
+    return by_code.index_select(0, codes.int()) * scales

@@ -32,6 +32,8 @@ class Stored(ABC):
 
     def __init__(self, values: Tensor, places: Places, name: str) -> None:
         self.values, self.places, self.name = values, places, name
+        self.parts: dict[str, Tensor] = {}
+        """Its memory besides `values`, by kind."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
@@ -56,10 +58,6 @@ class Stored(ABC):
         for start, end in self.places.chunks(CHUNK) if len(flat) else ():
             self.write(start, end, flat[start:end], step)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns its memory besides `values`, by kind."""
-        return {}
-
     def _bits(self, start: int, end: int, step: int) -> Tensor:
         return formats.random_bits(self.places.places(start, end), formats.key_of(self.name, step))
 
@@ -79,16 +77,13 @@ class WithRest(Stored):
 
     def __init__(self, values: Tensor, places: Places, name: str) -> None:
         super().__init__(values, places, name)
-        self.rest = torch.zeros_like(values, dtype=torch.int16)
+        self.parts["rest"] = self._rest = torch.zeros_like(values, dtype=torch.int16)
 
     def read(self, start: int, end: int) -> Tensor:
-        return formats.join(self.values[start:end], self.rest[start:end])
+        return formats.join(self.values[start:end], self._rest[start:end])
 
     def write(self, start: int, end: int, new: Tensor, step: int) -> None:
-        self.values[start:end], self.rest[start:end] = formats.split(new)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"rest": self.rest}
+        self.values[start:end], self._rest[start:end] = formats.split(new)
 
 
 class InBlocks(Stored):
@@ -104,40 +99,33 @@ class InBlocks(Stored):
         super().__init__(values, places, name)
         self._book, self._is_signed, self._is_stochastic = book, is_signed, rounds_stochastically
         # Of each block, in the order of `Places`.
-        self.scales = torch.zeros(places.num_blocks, device=values.device)
-        # Values of shared blocks, by range, with the step. `write` adds, `take_shared` clears once scales are agreed.
-        self._unagreed: list[tuple[int, int, Tensor, int]] = []
+        self.parts["scales"] = self.scales = torch.zeros(places.num_blocks, device=values.device)
+        self.unagreed: list[tuple[int, int, Tensor, int]] = []
+        """Values of shared blocks, by range, with the step. `write` adds, `take_shared` encodes and clears them."""
 
     def read(self, start: int, end: int) -> Tensor:
         scales = self.places.of_blocks(start, end, self.scales)
         return formats.decode(self.values[start:end], scales, self._book, self._is_signed)
 
     def write(self, start: int, end: int, new: Tensor, step: int) -> None:
-        self.places.write_largest(start, end, new, self.scales)
-        self.scales.masked_fill_(self.scales < formats.LEAST_SCALE, 0.0)
+        largest = self.places.write_largest(start, end, new, self.scales)
+        largest.masked_fill_(largest < formats.LEAST_SCALE, 0.0)
         self._encode(start, end, new, step)
         for first, last in self.places.shared_ranges:
             if start <= first < end:
-                self._unagreed.append((first, last, new[first - start : last - start].clone(), step))
+                self.unagreed.append((first, last, new[first - start : last - start].clone(), step))
 
     def _encode(self, start: int, end: int, new: Tensor, step: int) -> None:
         scales = self.places.of_blocks(start, end, self.scales)
         bits = self._bits(start, end, step) if self._is_stochastic else None
         self.values[start:end] = formats.encode(new, scales, self._book, self._is_signed, bits)
 
-    def shared_scales(self) -> Tensor | None:
-        """Returns this rank's scales of shared blocks, or None if none was written since they were agreed."""
-        return self.scales[self.places.shared] if self._unagreed else None
-
     def take_shared(self, scales: Tensor) -> None:
         """Encodes shared blocks by the scales of all their ranks."""
         self.scales[self.places.shared] = scales
-        for written in self._unagreed:
+        for written in self.unagreed:
             self._encode(*written)
-        self._unagreed = []
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"scales": self.scales}
+        self.unagreed = []
 
 
 class SharedScales:
@@ -149,38 +137,28 @@ class SharedScales:
     """
 
     def __init__(self, columns: Iterable[Stored], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._columns = {c.name: c for c in columns if isinstance(c, InBlocks)}
+        in_blocks = {c.name: c for c in columns if isinstance(c, InBlocks) and c.places.shared_numbers}
+        own = {name: column.places.shared_numbers for name, column in in_blocks.items()}
+        of_ranks = Ranks(group, alone=group is None).all_gather(own)
+        blocks = sorted({(name, n) for of_rank in of_ranks for name, numbers in of_rank.items() for n in numbers})
+        slots = {block: slot for slot, block in enumerate(blocks)}
         self._group, self._device = group, device
-        own = {name: c.places.shared_numbers for name, c in self._columns.items()}
-        shared: dict[str, set[int]] = {}
-        for of_rank in Ranks(group, alone=group is None).all_gather(
-            {n: blocks for n, blocks in own.items() if blocks}
-        ):
-            for name, blocks in of_rank.items():
-                shared.setdefault(name, set()).update(blocks)
-        # Of each column with shared blocks, where its own are among those of all ranks, `[blocks]`.
-        self._slots: dict[str, Tensor] = {}
-        self._size = 0
-        for name in sorted(shared):
-            place = {block: self._size + index for index, block in enumerate(sorted(shared[name]))}
-            self._slots[name] = torch.tensor([place[b] for b in own.get(name, ())], dtype=torch.int64, device=device)
-            self._size += len(place)
-
-    @property
-    def num_shared(self) -> int:
+        self.num_shared = len(blocks)
         """Blocks that are cut over ranks, of all columns."""
-        return self._size
+        # Of each column with shared blocks, where its own are among those of all ranks, `[blocks]`.
+        self._slots = {
+            column: torch.tensor([slots[name, n] for n in own[name]], device=device)
+            for name, column in in_blocks.items()
+        }
 
     def agree(self) -> None:
         """Gives all shared blocks that were written their scales. All ranks call it, after each update."""
-        if not self._size:
+        if not self.num_shared:
             return
-        largest = torch.zeros(self._size, device=self._device)
-        own = {name: self._columns[name].shared_scales() for name in self._slots if name in self._columns}
-        for name, scales in own.items():
-            if scales is not None:
-                largest[self._slots[name]] = scales.to(self._device)
+        written = {column: slots for column, slots in self._slots.items() if column.unagreed}
+        largest = torch.zeros(self.num_shared, device=self._device)
+        for column, slots in written.items():
+            largest[slots] = column.scales[column.places.shared].to(self._device)
         all_reduce_by_backend(largest, self._group, what="scales of 8-bit blocks", op=dist.ReduceOp.MAX)
-        for name, scales in own.items():
-            if scales is not None:
-                self._columns[name].take_shared(largest[self._slots[name]].to(scales.device))
+        for column, slots in written.items():
+            column.take_shared(largest[slots].to(column.scales.device))

@@ -30,6 +30,8 @@ from .matrix_owners import Arrival, MatrixOwners
 _MOMENTUM = "momentum_buffer"
 _OWNED = "owned."
 """Prefix of the momentum of a matrix that this rank owns, in the state of its parameter. Its index follows."""
+_Row = tuple[Tensor, list[Tensor | str]]
+"""A parameter and the tensors of its update, or the kinds of those that `SkippableRule.read` returns."""
 
 
 class Muon(rules.SkippableRule):
@@ -112,11 +114,7 @@ class Muon(rules.SkippableRule):
             by_count = rules.count_steps(self, group["params"])
             if group["optimizer"] == "lion" and skips != 1.0:
                 params = [p for batch in by_count.values() for p, _ in batch]
-                rows = [[rules.read_master(self, p), self._read(p), self.read(p, "exp_avg")] for p in params]
-                self._run(partial(rules.lion, group), rows, columns=(0, 2))
-                for p, (main, _, momentum) in zip(params, rows, strict=True):
-                    rules.write_master(self, p, main, self.state[p]["step"])
-                    self.write(p, "exp_avg", momentum)
+                self._run(partial(rules.lion, group), [(p, [rules.MASTER, self._read(p), "exp_avg"]) for p in params])
         if skips == 1.0 or not self._mains:  # a pipeline stage may have no matrix
             return
         self._take_momenta()
@@ -142,11 +140,12 @@ class Muon(rules.SkippableRule):
         updates = {
             param: torch.zeros_like(grad, memory_format=torch.contiguous_format) for param, grad in grads.items()
         }
-        updated = {param: p for param, p in mains.items() if self.gradient_of(p) is not None and p.numel()}
-        rows = [[grads[param], self.read(p, _MOMENTUM), updates[param]] for param, p in updated.items()]
-        self._run(partial(_advance, self.recipe), rows, columns=(1,))
-        for p, (_, momentum, _) in zip(updated.values(), rows, strict=True):
-            self.write(p, _MOMENTUM, momentum)
+        rows: list[_Row] = [
+            (p, [grads[param], _MOMENTUM, updates[param]])
+            for param, p in mains.items()
+            if self.gradient_of(p) is not None and p.numel()
+        ]
+        self._run(partial(_advance, self.recipe), rows)
         flat = {param: update.view(-1) for param, update in updates.items()}
         return self._owners.start_bringing(bucket, flat, self._sent_dtype)
 
@@ -160,13 +159,14 @@ class Muon(rules.SkippableRule):
         matrices = self._owners.take(bringing)
         if not self._owner_holds_momentum:
             return matrices
-        updates, rows = {index: torch.zeros_like(grad) for index, grad in matrices.items()}, []
+        updates = {index: torch.zeros_like(grad) for index, grad in matrices.items()}
+        rows: list[_Row] = []
         for index, grad in matrices.items():
             main = self._mains[self._matrices[index].param]
             if self.gradient_of(main) is not None:
-                momentum = self.state[main].setdefault(f"{_OWNED}{index}", torch.zeros_like(grad))
-                rows.append([grad, momentum, updates[index]])
-        self._run(partial(_advance, self.recipe), rows, columns=(1,))
+                self.state[main].setdefault(f"{_OWNED}{index}", torch.zeros_like(grad))
+                rows.append((main, [grad, f"{_OWNED}{index}", updates[index]]))
+        self._run(partial(_advance, self.recipe), rows)
         return updates
 
     def _apply(self, bucket: int, arrival: Arrival) -> None:
@@ -178,32 +178,31 @@ class Muon(rules.SkippableRule):
         }
         self._owners.put(arrival, updates, self._relative)
         group_of = {p: group for group in self.param_groups for p in group["params"]}
-        rows: dict[tuple[float, float], list[list[Tensor]]] = {}
-        updated: list[tuple[Tensor, list[Tensor]]] = []
+        rows: dict[tuple[float, float], list[_Row]] = {}
         for param, main in mains.items():
             group = group_of[main]
             if self.gradient_of(main) is not None and main.numel():
                 factors = 1 - group["lr"] * group["weight_decay"], group["lr"] * self._scales[param]
-                updated.append((main, [rules.read_master(self, main), updates[param].view(main.shape)]))
-                rows.setdefault(factors, []).append(updated[-1][1])
+                rows.setdefault(factors, []).append((main, [rules.MASTER, updates[param].view(main.shape)]))
         for factors, same in rows.items():
-            self._run(partial(_descend, *factors), same, columns=(0,))
-        for main, (new, _) in updated:
-            rules.write_master(self, main, new, self.state[main]["step"])
+            self._run(partial(_descend, *factors), same)
 
-    def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], columns: tuple[int, ...]) -> None:
-        """Runs `kernel` over columns of tensors, and restores the written columns if the device skips the step.
+    def _run(self, kernel: rules.Kernel, rows: Sequence[_Row]) -> None:
+        """Runs `kernel` over columns of tensors, and stores what it has written unless the device skips the step.
 
         Args:
-            columns: indices of those that it writes.
+            rows: parameters and their tensors; a kind for one that the kernel writes.
         """
         if not rows:
             return
-        targets = [row[column] for row in rows for column in columns]
-        before = [target.clone() for target in targets] if self._may_skip else []
-        rules.in_whole_vectors(kernel, rows)
-        for target, old in zip(targets, before, strict=False):
-            torch.where(self.found_inf.to(target.device).bool(), old, target, out=target)  # type: ignore[union-attr]
+        written = [(p, kind, self.read(p, kind)) for p, row in rows for kind in row if isinstance(kind, str)]
+        before = [values.clone() for *_, values in written] if self._may_skip else []
+        read = iter([values for *_, values in written])
+        rules.in_whole_vectors(kernel, [[next(read) if isinstance(t, str) else t for t in row] for _, row in rows])
+        for (*_, values), old in zip(written, before, strict=False):
+            torch.where(self.found_inf.to(values.device).bool(), old, values, out=values)  # type: ignore[union-attr]
+        for p, kind, values in written:
+            self.write(p, kind, values)
 
     def _take_momenta(self) -> None:
         """Brings momentum to its owners, if the ranks that hold the elements have it."""

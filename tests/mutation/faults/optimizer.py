@@ -284,8 +284,8 @@ MUTATIONS = (
     Mutation(
         "blocks of 8-bit state begin where a rank's part does",
         "core.optimizer.low_precision.places.Places.__init__",
-        r"self\._lead = self\._runs\[0\]\.origin % BLOCK",
-        "self._lead = 0",
+        r"self\._lead = self\._origin % BLOCK if",
+        "self._lead = 0 if",
         (
             f"{_ANY_CUT}[dynamic8-linear8-2_zero2-2_fsdp2]",
             f"{_IN_8_BITS}/test_places.py::test_places_and_blocks_are_those_of_the_whole_tensor",
@@ -294,7 +294,7 @@ MUTATIONS = (
     Mutation(
         "a cut block of 8-bit state has the scale of one rank",
         "core.optimizer.low_precision.stored.SharedScales.agree",
-        r"if not self\._size:",
+        r"if not self\.num_shared:",
         "if True:",
         (f"{_ANY_CUT}[dynamic8-linear8-2_zero2-2_fsdp2]",),
     ),
@@ -315,8 +315,8 @@ MUTATIONS = (
     Mutation(
         "what is loaded into copies of 8-bit state is dropped",
         "core.optimizer.optimizer_state.OptimizerState.load_state_scalars",
-        r"self\.rule\.stored is not None",
-        "False",
+        r"self\.rule\.stored\.take_copies\(\)",
+        "pass",
         (f"{_ANY_CUT}[bf16-no_average-2_ddp-2_zero1_tp2]",),
     ),
 )

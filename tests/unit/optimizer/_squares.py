@@ -42,6 +42,11 @@ CONFIGS: dict[str, Any] = {
     "hybrid zero1": FLAT(data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2),
     "hybrid fsdp2": TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2),
 }  # fmt: skip
+OFFLOADED: dict[str, Any] = {
+    "zero3 on the host": SHARDED(data_parallel_sharding_strategy="optim_grads_params", cpu_offload=True),
+    "fsdp2 on the host": TorchFullyShardedDataParallelConfig(cpu_offload=True),
+}
+"""Those of `CONFIGS` whose shards are on the host."""
 
 
 class Squares(Toy):
@@ -72,9 +77,10 @@ def build(
         model: Any = make()
     else:
         parallel_state.destroy_model_parallel()
-        instances = CONFIGS[wrapper].num_distributed_optimizer_instances
+        config = (CONFIGS | OFFLOADED)[wrapper]
+        instances = config.num_distributed_optimizer_instances
         parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=instances)
-        model = wrap_model(make(), None, CONFIGS[wrapper])
+        model = wrap_model(make(), None, config)
     return model, get_megatron_optimizer(OptimizerConfig(**({"clip_grad": 0.0} | settings)), [model])
 
 

@@ -17,9 +17,21 @@ from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.averaged_weights import AveragedWeights
 from core.transformer import TransformerConfig
+from tests.unit._gpt import Training
+from tests.unit._runs import run_micro_batches, wrapped
 from tests.unit._spawn import run_anywhere, run_distributed
+from tests.unit._whole import assembled
 from tests.unit.dist_checkpointing._pieces import Shapes
-from tests.unit.optimizer._squares import Squares, assert_saved, build, continue_from, state_of, train, write
+from tests.unit.optimizer._squares import (
+    OFFLOADED,
+    Squares,
+    assert_saved,
+    build,
+    continue_from,
+    state_of,
+    train,
+    write,
+)
 
 STEPS = 3
 SHAPES: Shapes = {
@@ -95,6 +107,44 @@ def test_bits_are_those_of_one_process_on_any_cut(tmp_path: Path, kind, average,
     run_anywhere(_write, writer[0], kind, average, *writer[1:], str(tmp_path / "first"))
     run_anywhere(_continue, reader[0], kind, average, *reader[1:], str(tmp_path / "first"), str(tmp_path / "second"))
     assert_saved(tmp_path / "second", *_run(kind, average, "serial", 1), 2 * STEPS)
+
+
+@pytest.mark.parametrize("wrapper", OFFLOADED)
+@pytest.mark.parametrize("kind", ["bf16", "dynamic8", "rest", "muon"])
+def test_shards_on_the_host_have_the_same_bits(tmp_path: Path, kind: str, wrapper: str) -> None:
+    run_anywhere(_write, 2, kind, "dynamic8", wrapper, 1, str(tmp_path / "first"))
+    run_anywhere(_continue, 2, kind, "dynamic8", wrapper, 1, str(tmp_path / "first"), str(tmp_path / "second"))
+    assert_saved(tmp_path / "second", *_run(kind, "dynamic8", "serial", 1), 2 * STEPS)
+
+
+def _tied_stages(wrapper: str) -> list[tuple[str, list[str]]]:
+    found = []
+    for kind in ("bf16", "dynamic8", "rest"):
+        precision = "bf16" if kind in IN_BF16 and wrapper != "fsdp2" else "fp32"
+        groups = {"pipeline_model_parallel_size": 2}
+        training = Training({}, steps=STEPS, precision=precision, fields={"vocab": 301}, groups=groups)
+        models = wrapped(wrapper, training)
+        settings = FORMATS[kind] if precision == "bf16" else FORMATS[kind] | {"main_params_dtype": "fp32"}
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, bf16=precision == "bf16", **settings), models)
+        AveragedWeights(optimizer, 0.9, dtype="dynamic8")
+        for step in range(STEPS):
+            run_micro_batches(training, models, step, optimizer.scale_loss)
+            optimizer.step()
+        tensors = optimizer.state_tensors()
+        whole = assembled(tensors)  # raises where copies differ
+        kept = [name for name in tensors if name.endswith("word_embeddings.weight") and whole[name].any()]
+        found.append((kind, [name.split(".")[0] for name in kept]))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "wrapper"), [(2, "ddp"), (4, "zero1"), (4, "fsdp2")])
+def test_tied_copies_of_two_stages_keep_the_same_bits(ranks: int, wrapper: str) -> None:
+    """A stage updates its copy alone, with the random bits that the other one draws."""
+    of_ranks = run_distributed(_tied_stages, ranks, wrapper)
+    for of_kind in zip(*of_ranks, strict=True):
+        masters = ["master"] if of_kind[0][0] == "rest" and wrapper != "fsdp2" else []
+        assert [names for _, names in of_kind] == [["exp_avg", "exp_avg_sq", *masters, "average"]] * ranks
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "dynamic8"), ("dynamic8", "fp32"), ("bf16", "dynamic8")])
@@ -175,6 +225,34 @@ def test_an_unknown_format_is_one_line() -> None:
     _, optimizer = _run("bf16", "", "serial", 1)
     with pytest.raises(ConfigError, match="dtype is 'fp8'"):
         AveragedWeights(optimizer, dtype="fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("masters", ["fp32", "bf16"])
+def test_an_average_that_cannot_be_kept_leaves_nothing(masters: str) -> None:
+    """A parameter in double comes after others whose average could be kept."""
+
+    def make() -> MegatronOptimizer:
+        model = Squares(SHAPES, 1.0, torch.float32 if masters == "fp32" else torch.bfloat16)
+        model.cube.double()
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, main_params_dtype=masters), [model])
+        models.append(model)
+        return optimizer
+
+    models: list[Any] = []
+    optimizer, other = make(), make()
+    params, kept = {p.param for p in optimizer.main_params}, optimizer.rule.stored
+    held = [tensor.data_ptr() for tensor in optimizer.held(params)]
+    with pytest.raises(
+        ConfigError, match=r"average is to be kept in dynamic8, and parameter cube\.weight is in float64"
+    ):
+        AveragedWeights(optimizer, dtype="dynamic8")
+    assert optimizer.average is None and optimizer.rule.stored is kept
+    assert [tensor.data_ptr() for tensor in optimizer.held(params)] == held
+    AveragedWeights(optimizer, 0.9)
+    AveragedWeights(other, 0.9)
+    for model, trained in zip(models, (optimizer, other), strict=True):
+        train(model, trained, 2)
+    assert _differing(_values(models[0], optimizer), _values(models[1], other)) == []
 
 
 def _sleeps(kind: str, wrapper: str, releases: bool) -> list[float]:

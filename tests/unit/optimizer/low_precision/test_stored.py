@@ -47,8 +47,8 @@ def test_chunks_have_the_bits_of_the_whole(kind: str) -> None:
         for start, end in in_chunks.places.chunks(512):
             in_chunks.write(start, end, values[start:end], step)
         assert torch.equal(whole.read_all(), in_chunks.read_all())
-        for name, tensor in whole.tensors().items():
-            assert torch.equal(tensor, in_chunks.tensors()[name])
+        for name, tensor in whole.parts.items():
+            assert torch.equal(tensor, in_chunks.parts[name])
         if kind == "with rest":
             assert torch.equal(whole.read_all(), values)
         if kind == "rounded":
