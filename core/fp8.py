@@ -38,12 +38,12 @@ class _Fp8(Arithmetic):
     gradient_format: torch.dtype
     by_rows: bool = False
 
-    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+    def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = input_.reshape(-1, input_.shape[-1])
         output = self._multiply(rows, weight.t(), _E4M3).view(*input_.shape[:-1], weight.shape[0])
         return output if bias is None else output + bias
 
-    def mm(self, gradient: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def mm(self, gradient: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
         product = self._multiply(gradient, other, self.gradient_format)
         return product if out is None else out.copy_(product)
 
@@ -156,7 +156,7 @@ def use_fp8_products(
         for module in chosen.values():
             if type(module) is nn.Linear:
                 module.__class__ = Fp8Linear
-            module.arithmetic = _RECIPES[recipe]  # type: ignore[assignment]
+            module.arithmetic = _RECIPES[recipe]
     return list(chosen)
 
 

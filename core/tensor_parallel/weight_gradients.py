@@ -88,7 +88,7 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None, arithmeti
     is_traced = torch.compiler.is_compiling()
     if arithmetic is not TORCH:
         tensors = cast_by_autocast(input_, weight, bias)
-        return arithmetic.compiled(*tensors) if is_traced else linear_function(*tensors, arithmetic)
+        return arithmetic.compiled(*tensors) if is_traced else linear_function(*tensors, arithmetic=arithmetic)
     is_ours = _has_lender(weight) or (not is_traced and _products is not None and _is_trained(weight))
     if is_ours and not torch.is_autocast_enabled(input_.device.type) and (not is_traced or _lends_in_compiled_code()):
         return arithmetic.compiled(input_, weight, bias) if is_traced else linear_function(input_, weight, bias)
@@ -103,14 +103,13 @@ def linear_function(input_: Tensor, weight: Tensor, bias: Tensor | None, arithme
     return output if joins or bias is None else output.add_(bias)
 
 
-def cast_by_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Casts tensors as autocast casts those of torch's linear function. Backwards run outside of it: autograd has to
-    see the casts."""
-    kind = next(tensor for tensor in tensors if tensor is not None).device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+def cast_by_autocast(input_: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Casts as autocast does for torch's function: backwards run outside it, and autograd has to see the casts."""
+    kind = input_.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return input_.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return input_, weight, bias
 
 
 def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
