@@ -170,7 +170,7 @@ def _convert_by_torchao(model: nn.Module, recipe: str, chosen: dict[str, nn.Modu
     torchao: Any = import_extra("torchao.float8", "fp8", "by='torchao'")
     try:
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-    except ValueError as error:
+    except (AssertionError, ValueError) as error:
         raise ConfigError(f"fp8 recipe {recipe!r} does not exist in torchao: {first_line(error)}") from None
     _check_kernel(_RECIPES["tensorwise" if recipe == "tensorwise" else "rowwise"])
     torchao.convert_to_float8_training(
