@@ -143,16 +143,17 @@ def use_fp8_products(
     chosen = {
         name: module for name, module in linears.items() if any(fnmatchcase(name, pattern) for pattern in layers)
     }
-    sizes = {name: tuple(module.get_parameter("weight").shape) for name, module in chosen.items()}
-    if unfit := [f"{name} {shape}" for name, shape in sizes.items() if any(size % _MULTIPLE for size in shape)]:
+    weights = {name: module.get_parameter("weight") for name, module in chosen.items()}
+    if unfit := [f"{name} {tuple(w.shape)}" for name, w in weights.items() if any(n % _MULTIPLE for n in w.shape)]:
         raise ConfigError(
             f"fp8 products need sizes that are multiples of {_MULTIPLE}, and these layers have others: "
             f"{', '.join(unfit)}; leave them out by patterns of the others' names (layers)"
         )
+    dtypes = {weight.dtype for weight in weights.values()}
     if by == "torchao":
-        _convert_by_torchao(model, recipe, chosen)
+        _convert_by_torchao(model, recipe, chosen, dtypes)
     else:
-        _check_kernel(_RECIPES[recipe])
+        _check_kernels(_RECIPES[recipe], dtypes)
         for module in chosen.values():
             if type(module) is nn.Linear:
                 module.__class__ = Fp8Linear
@@ -166,25 +167,27 @@ def _is_linear(module: nn.Module, by: str) -> bool:
     return type(module) is nn.Linear
 
 
-def _convert_by_torchao(model: nn.Module, recipe: str, chosen: dict[str, nn.Module]) -> None:
+def _convert_by_torchao(model: nn.Module, recipe: str, chosen: dict[str, nn.Module], dtypes: set[torch.dtype]) -> None:
     torchao: Any = import_extra("torchao.float8", "fp8", "by='torchao'")
     try:
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"fp8 recipe {recipe!r} does not exist in torchao: {first_line(error)}") from None
-    _check_kernel(_RECIPES["tensorwise" if recipe == "tensorwise" else "rowwise"])
+    _check_kernels(_RECIPES["tensorwise" if recipe == "tensorwise" else "rowwise"], dtypes)
     torchao.convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: module in chosen.values()
     )
 
 
-def _check_kernel(fp8: _Fp8) -> None:
-    """Computes a smallest layer's products on this process's device."""
-    ones = torch.ones(_MULTIPLE, _MULTIPLE, device=current_device(), dtype=torch.bfloat16)
-    try:
-        fp8.mm(fp8.linear(ones, ones, None), ones)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"fp8 recipe {fp8.recipe!r} has no kernel on {ones.device.type} in torch {torch.__version__}: a GPU needs "
-            "capability 8.9, a CPU torch 2.13 for scales of rows"
-        ) from error
+def _check_kernels(fp8: _Fp8, dtypes: set[torch.dtype]) -> None:
+    """Computes the products of a smallest layer of each dtype on this process's device."""
+    for dtype in dtypes:
+        ones = torch.ones(_MULTIPLE, _MULTIPLE, device=current_device(), dtype=dtype)
+        try:
+            fp8.mm(fp8.linear(ones, ones, None), ones)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"fp8 recipe {fp8.recipe!r} has no kernel for {dtype} on {ones.device.type} in torch "
+                f"{torch.__version__}: a GPU needs capability 8.9, a CPU torch 2.13 for scales of rows, and layers a "
+                "dtype of at most 32 bits"
+            ) from error

@@ -316,9 +316,16 @@ def test_a_recipe_without_kernel_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", has_none)
     layer = nn.Linear(16, 16)
-    with pytest.raises(ConfigError, match=r"fp8 recipe 'rowwise' has no kernel on cpu in torch .*: a GPU needs"):
+    with pytest.raises(
+        ConfigError, match=r"fp8 recipe 'rowwise' has no kernel for torch.float32 on cpu in torch .*: a GPU"
+    ):
         use_fp8_products(layer, "rowwise")
     assert type(layer) is nn.Linear
+
+
+def test_a_layer_in_double_is_refused():
+    with pytest.raises(ConfigError, match=r"fp8 recipe 'tensorwise' has no kernel for torch.float64 on cpu in torch"):
+        use_fp8_products(nn.Linear(16, 16, dtype=torch.float64))
 
 
 def test_torchao_that_is_missing_is_named(monkeypatch):
