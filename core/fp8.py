@@ -12,10 +12,10 @@ Scales are those of the matrices at hand, so that there is no state. Sums are in
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .base.device import current_device
 from .base.errors import ConfigError, import_extra
-from .base.text import choices, first_line
+from .base.text import choices
 from .tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from .tensor_parallel.weight_gradients import Arithmetic, linear, linear_function
 
@@ -132,62 +132,48 @@ def use_fp8_products(
     """
     if by not in ("torch", "torchao"):
         raise ConfigError(f"by is {by!r}; {choices(by, ('torch', 'torchao'))}")
-    if by == "torch" and recipe not in _RECIPES:
-        raise ConfigError(f"fp8 recipe {recipe!r} does not exist; {choices(recipe, _RECIPES)}")
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module, by)}
-    for pattern in layers:
-        if not any(fnmatchcase(name, pattern) for name in linears):
-            raise ConfigError(
-                f"fp8 layers {pattern!r} match no linear layer; there are: {' '.join(linears) or 'none'}"
-            )
-    chosen = {
-        name: module for name, module in linears.items() if any(fnmatchcase(name, pattern) for pattern in layers)
+    torchao = import_extra("torchao.float8", "fp8", "by='torchao'") if by == "torchao" else None
+    known = [name.value for name in torchao.config.Float8LinearRecipeName] if torchao else list(_RECIPES)
+    if recipe not in known:
+        raise ConfigError(f"fp8 recipe {recipe!r} does not exist; {choices(recipe, known)}")
+    of_ours = () if torchao else (ColumnParallelLinear, RowParallelLinear)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear or (isinstance(module, of_ours) and module.weight is not None)
     }
-    weights = {name: module.get_parameter("weight") for name, module in chosen.items()}
-    if unfit := [f"{name} {tuple(w.shape)}" for name, w in weights.items() if any(n % _MULTIPLE for n in w.shape)]:
+    matches = {pattern: fnmatch.filter(linears, pattern) for pattern in layers}
+    if stray := [pattern for pattern, names in matches.items() if not names]:
+        raise ConfigError(f"fp8 layers {stray[0]!r} match no linear layer; there are: {' '.join(linears) or 'none'}")
+    chosen = {name: linears[name] for names in matches.values() for name in names}
+    shapes = {name: tuple(module.get_parameter("weight").shape) for name, module in chosen.items()}
+    if unfit := [f"{name} {shape}" for name, shape in shapes.items() if any(size % _MULTIPLE for size in shape)]:
         raise ConfigError(
             f"fp8 products need sizes that are multiples of {_MULTIPLE}, and these layers have others: "
             f"{', '.join(unfit)}; leave them out by patterns of the others' names (layers)"
         )
-    dtypes = {weight.dtype for weight in weights.values()}
-    if by == "torchao":
-        _convert_by_torchao(model, recipe, chosen, dtypes)
-    else:
-        _check_kernels(_RECIPES[recipe], dtypes)
-        for module in chosen.values():
-            if type(module) is nn.Linear:
-                module.__class__ = Fp8Linear
-            module.arithmetic = _RECIPES[recipe]
+    for dtype in {module.get_parameter("weight").dtype for module in chosen.values()}:
+        _check_kernel(_RECIPES.get(recipe, _RECIPES["rowwise"]), dtype)
+    if torchao:
+        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+        torchao.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda layer, _: layer in chosen.values()
+        )
+        return list(chosen)
+    for module in chosen.values():
+        if type(module) is nn.Linear:
+            module.__class__ = Fp8Linear
+        module.arithmetic = _RECIPES[recipe]
     return list(chosen)
 
 
-def _is_linear(module: nn.Module, by: str) -> bool:
-    if by == "torch" and isinstance(module, ColumnParallelLinear | RowParallelLinear):
-        return module.weight is not None
-    return type(module) is nn.Linear
-
-
-def _convert_by_torchao(model: nn.Module, recipe: str, chosen: dict[str, nn.Module], dtypes: set[torch.dtype]) -> None:
-    torchao: Any = import_extra("torchao.float8", "fp8", "by='torchao'")
+def _check_kernel(fp8: _Fp8, dtype: torch.dtype) -> None:
+    """Computes a smallest layer's products on this process's device."""
+    ones = torch.ones(_MULTIPLE, _MULTIPLE, device=current_device(), dtype=dtype)
     try:
-        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"fp8 recipe {recipe!r} does not exist in torchao: {first_line(error)}") from None
-    _check_kernels(_RECIPES["tensorwise" if recipe == "tensorwise" else "rowwise"], dtypes)
-    torchao.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: module in chosen.values()
-    )
-
-
-def _check_kernels(fp8: _Fp8, dtypes: set[torch.dtype]) -> None:
-    """Computes the products of a smallest layer of each dtype on this process's device."""
-    for dtype in dtypes:
-        ones = torch.ones(_MULTIPLE, _MULTIPLE, device=current_device(), dtype=dtype)
-        try:
-            fp8.mm(fp8.linear(ones, ones, None), ones)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"fp8 recipe {fp8.recipe!r} has no kernel for {dtype} on {ones.device.type} in torch "
-                f"{torch.__version__}: a GPU needs capability 8.9, a CPU torch 2.13 for scales of rows, and layers a "
-                "dtype of at most 32 bits"
-            ) from error
+        fp8.mm(fp8.linear(ones, ones, None), ones)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"fp8 recipe {fp8.recipe!r} has no kernel for {dtype} on {ones.device.type} in torch {torch.__version__}: "
+            "a GPU needs capability 8.9, a CPU torch 2.13 for scales of rows, and layers a dtype of at most 32 bits"
+        ) from error

@@ -117,7 +117,7 @@ def test_a_gpt_has_the_same_bits_in_any_wrapper(precision):
     expected = run_distributed(run_wrapped, 2, "ddp", training)[0]
     assert (0 in expected.skipped) == (precision == "fp16")  # its first loss scales are too large
     assert len(expected.skipped) < training.steps / 2
-    for wrapper in WRAPPERS:
+    for wrapper in WRAPPERS if precision == "bf16" else ("zero2", "fsdp2"):
         for curve in run_distributed(run_wrapped, 2, wrapper, training):
             assert_bitwise(curve, expected)
 

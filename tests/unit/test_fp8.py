@@ -336,7 +336,9 @@ def test_torchao_that_is_missing_is_named(monkeypatch):
 
 @needs("torchao")
 def test_torchao_has_recipes_of_its_own():
-    with pytest.raises(ConfigError, match="fp8 recipe 'delayed' does not exist in torchao"):
+    with pytest.raises(
+        ConfigError, match="fp8 recipe 'delayed' does not exist; it takes one of tensorwise, rowwise, r"
+    ):
         use_fp8_products(nn.Sequential(nn.Linear(16, 16)), "delayed", by="torchao")
 
 
