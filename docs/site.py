@@ -47,6 +47,7 @@ PUBLIC = {
         "shardstack.transformer.moe",
         "shardstack.transformer.moe.router_replay",
         "shardstack.tensor_parallel",
+        "shardstack.fp8",
         "shardstack.pipeline_parallel",
     ),
     "Training": (

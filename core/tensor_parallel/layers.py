@@ -20,7 +20,7 @@ from ..model_parallel_config import ModelParallelConfig
 from . import mappings
 from .groups import Group, check_degrees, check_ids, group_rank, group_size, per_rank
 from .initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
-from .weight_gradients import embedding, linear
+from .weight_gradients import TORCH, Arithmetic, embedding, linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -30,7 +30,12 @@ class _ParallelLayer(ParameterOwner):
 
     A config of 1, the default, takes any group, because Megatron-LM's scripts may leave the degree out: layers are
     split over their group in any case.
+
+    Attributes:
+        arithmetic: how products are computed; `shardstack.fp8.use_fp8_products` sets it.
     """
+
+    arithmetic: Arithmetic = TORCH
 
     def __init__(self, config: ModelParallelConfig, tp_group: Group) -> None:
         super().__init__(tp_group)
@@ -116,7 +121,9 @@ class ColumnParallelLinear(_ParallelLayer):
         if weight.shape != shape:
             raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {shape}")
         bias = None if self.skip_bias_add else self.bias
-        output = mappings.column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
+        output = mappings.column_parallel_linear(
+            input_, weight, bias, self.tp_group, self.sequence_parallel, self.arithmetic
+        )
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers and group_size(self.tp_group) > 1:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tp_group)
@@ -187,10 +194,10 @@ class RowParallelLinear(_ParallelLayer):
         bias = None if self.skip_bias_add else self.bias
         separate_bias = self.bias if self.skip_bias_add else None
         if group_size(self.tp_group) == 1:
-            return linear(input_, self.weight, bias), separate_bias
+            return linear(input_, self.weight, bias, self.arithmetic), separate_bias
         if not self.input_is_parallel:
             input_ = mappings.scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        partial = linear(input_, self.weight)  # [s, b, output_size], this rank's addend
+        partial = linear(input_, self.weight, None, self.arithmetic)  # [s, b, output_size], this rank's addend
         if self.sequence_parallel:
             output = mappings.reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
         else:

@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.megatron_names import ignore, refuse
 from ..comm.collectives import all_reduce_by_backend
 from .groups import Group, gather_first_dim, group_size, rank_slice, reduce_scatter_first_dim, resolve_group
-from .weight_gradients import lender_of, linear, weight_gradient
+from .weight_gradients import TORCH, Arithmetic, cast_by_autocast, lender_of, linear, weight_gradient
 
 _INPUT, _GRADIENT = "the input of a column-parallel layer", "the input gradient of a column-parallel layer"
 
@@ -107,7 +106,12 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def column_parallel_linear(
-    input_: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sequence_parallel: bool,
+    arithmetic: Arithmetic = TORCH,
 ) -> Tensor:
     """Computes `x A^T + b` with this rank's rows of `A` `[n / tp, k]`: from a replicated `[s, b, k]` to `[s, b, n /
     tp]`.
@@ -115,13 +119,9 @@ def column_parallel_linear(
     With `sequence_parallel` the input is this rank's `[s / tp, b, k]`. With one rank it is torch's linear function.
     """
     if group_size(group) == 1:
-        return linear(input_, weight, bias)
-    kind = input_.device.type
-    if torch.is_autocast_enabled(kind):  # the backward runs outside autocast: cast here, where autograd sees it
-        dtype = torch.get_autocast_dtype(kind)
-        input_, weight = input_.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    output: Tensor = _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel)
+        return linear(input_, weight, bias, arithmetic)
+    input_, weight, bias = cast_by_autocast(input_, weight, bias)
+    output: Tensor = _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel, arithmetic)
     return output
 
 
@@ -204,25 +204,28 @@ class _ColumnParallelLinear(torch.autograd.Function):
         weight: Tensor,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
+        arithmetic: Arithmetic,
     ) -> Tensor:
-        ctx.group, ctx.sequence_parallel, ctx.lender = group, sequence_parallel, lender_of(weight)
+        ctx.group, ctx.sequence_parallel, ctx.arithmetic = group, sequence_parallel, arithmetic
+        ctx.lender = lender_of(weight)
         needs_input, _, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
         whole = gather_first_dim(input_, group, what=_INPUT)[0] if sequence_parallel else input_  # [s, b, input_size]
-        return F.linear(whole, weight, bias)
+        return arithmetic.linear(whole, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
         needs_input, needs_bias, needs_weight, *_ = ctx.needs_input_grad
+        mm = ctx.arithmetic.mm
         grad_input = grad_weight = grad_bias = None
         gathering = adding = None
         flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
         if needs_weight and ctx.sequence_parallel:
             input_, gathering = gather_first_dim(input_, ctx.group, what=_INPUT, async_op=True)
         if needs_input:
-            grad_input = flat_grad.matmul(weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
+            grad_input = mm(flat_grad, weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
             if ctx.sequence_parallel:
                 grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, what=_GRADIENT, async_op=True)
             else:
@@ -231,9 +234,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
             if gathering is not None:
                 gathering.wait()
             whole = input_.reshape(-1, input_.shape[-1])
-            grad_weight = weight_gradient(ctx, ctx.lender, lambda memory: torch.mm(flat_grad.t(), whole, out=memory))
+            grad_weight = weight_gradient(ctx, ctx.lender, lambda memory: mm(flat_grad.t(), whole, out=memory))
         if needs_bias:
             grad_bias = flat_grad.sum(0)
         if adding is not None:
             adding.wait()
-        return grad_input, grad_bias, grad_weight, None, None
+        return grad_input, grad_bias, grad_weight, None, None, None

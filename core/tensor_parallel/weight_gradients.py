@@ -30,6 +30,24 @@ Lender = Callable[[], Tensor | None]
 Product = tuple[Tensor, Lender | None, Callable[[Tensor | None], Tensor]]
 """A weight, its lender, and a function that computes the gradient, in memory that it is given or in its own."""
 
+
+class Arithmetic:
+    """How a linear layer's three products are computed: by torch. Subclasses have others, such as those in fp8."""
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    """The output, from a contiguous input, the weight and the bias."""
+
+    mm: Callable[..., Tensor] = staticmethod(torch.mm)
+    """A product of the output's gradient `[m, k]` and another matrix `[k, n]`, in the memory `out` or in its own."""
+
+    def compiled(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Computes the layer in code that torch compiles."""
+        output: Tensor = torch.ops.shardstack.linear(input_, weight, bias)
+        return output
+
+
+TORCH = Arithmetic()
+
 _products: list[Product] | None = None
 """Products that the running backward leaves for later, `deferring` sets and restores it."""
 
@@ -65,20 +83,33 @@ def weight_gradient(ctx: Any, lender: Lender | None, compute: Callable[[Tensor |
     return compute(borrow_gradient_memory(ctx, lender))
 
 
-def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None, arithmetic: Arithmetic = TORCH) -> Tensor:
     """Computes torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
     is_traced = torch.compiler.is_compiling()
+    if arithmetic is not TORCH:
+        tensors = cast_by_autocast(input_, weight, bias)
+        return arithmetic.compiled(*tensors) if is_traced else linear_function(*tensors, arithmetic=arithmetic)
     is_ours = _has_lender(weight) or (not is_traced and _products is not None and _is_trained(weight))
     if is_ours and not torch.is_autocast_enabled(input_.device.type) and (not is_traced or _lends_in_compiled_code()):
-        return (torch.ops.shardstack.linear if is_traced else _linear)(input_, weight, bias)
+        return arithmetic.compiled(input_, weight, bias) if is_traced else linear_function(input_, weight, bias)
     return F.linear(input_, weight, bias)
 
 
-def _linear(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_function(input_: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic = TORCH) -> Tensor:
+    """Computes `linear` by the function whose backward is here."""
     # If torch has to copy the input, it adds the bias after the product, which rounds differently.
     joins = input_.dim() == 2 or input_.is_contiguous()
-    output: Tensor = _Linear.apply(input_, bias if joins else None, weight)
+    output: Tensor = _Linear.apply(input_, bias if joins else None, weight, arithmetic)
     return output if joins or bias is None else output.add_(bias)
+
+
+def cast_by_autocast(input_: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Casts as autocast does for torch's function: backwards run outside it, and autograd has to see the casts."""
+    kind = input_.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return input_.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return input_, weight, bias
 
 
 def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
@@ -142,24 +173,27 @@ class _Linear(torch.autograd.Function):
     """torch's linear function, which returns the weight's gradient after the bias's, as torch's own does."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-        ctx.lender = lender_of(weight)
+    def forward(ctx: Any, input_: Tensor, bias: Tensor | None, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
+        ctx.lender, ctx.arithmetic = lender_of(weight), arithmetic
         ctx.is_traced = ctx.lender is None and is_functionalized()
         ctx.save_for_backward(input_, weight)
-        return F.linear(input_.contiguous(), weight, bias)
+        return arithmetic.linear(input_.contiguous(), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
-        needs_input, needs_bias, _ = ctx.needs_input_grad
-        flat_grad = _flat(grad)
-        grad_input = flat_grad.mm(weight).view(input_.shape) if needs_input else None
-        if ctx.is_traced:  # the compiler's tensors stand for others, whose lenders are known when the code runs
+        needs_input, needs_bias, needs_weight, _ = ctx.needs_input_grad
+        flat_grad, mm, grad_weight = _flat(grad), ctx.arithmetic.mm, None
+        grad_input = mm(flat_grad, weight).view(input_.shape) if needs_input else None
+        if not ctx.is_traced and needs_weight:
+            grad_weight = weight_gradient(ctx, ctx.lender, lambda out: mm(flat_grad.t(), _flat(input_), out=out))
+        elif needs_weight and ctx.arithmetic is TORCH:
+            # The compiler's tensors stand for others, whose lenders are known when the code runs.
             grad_weight = torch.ops.shardstack.weight_gradient(flat_grad, _flat(input_), weight)
-        else:
-            grad_weight = weight_gradient(ctx, ctx.lender, lambda out: torch.mm(flat_grad.t(), _flat(input_), out=out))
+        elif needs_weight:
+            grad_weight = mm(flat_grad.t(), _flat(input_))
         grad_bias = flat_grad.sum(0) if needs_bias else None
-        return grad_input, grad_bias, grad_weight
+        return grad_input, grad_bias, grad_weight, None
 
 
 class _Deferred(torch.autograd.Function):
@@ -203,7 +237,7 @@ class _Embedding(torch.autograd.Function):
 # an operation, which asks for memory when it runs: one graph serves all layers, and keeps none of their weights. Torch
 # keeps compiled code on disk by names of operations, so that one that is compiled in another way needs another name.
 torch.library.define("shardstack::linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("shardstack::linear", "CompositeImplicitAutograd", _linear)
+torch.library.impl("shardstack::linear", "CompositeImplicitAutograd", linear_function)
 
 
 def _compute_in_lent_memory(grad: Tensor, input_: Tensor, weight: Tensor) -> Tensor:

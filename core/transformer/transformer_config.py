@@ -70,6 +70,8 @@ def activation_function(activation: Activation | ActivationFunction) -> Activati
 
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
+Fp8Format = Literal["e4m3", "hybrid"]
+Fp8Recipe = Literal["tensorwise", "rowwise"]
 RecomputeGranularity = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 
@@ -165,6 +167,14 @@ class TransformerConfig(MoEConfig):
     rotary_base: float = 10000.0
     """Base of the geometric series of rotary wavelengths."""
 
+    fp8: Fp8Format | None = None
+    """Compute the linear layers of transformer layers in fp8: "e4m3" throughout, or "hybrid", with gradients in e5m2.
+    Embeddings, the projection to the vocabulary and experts stay in the model's precision. Needs `fp8_recipe`."""
+
+    fp8_recipe: Fp8Recipe | None = None
+    """Scales of `fp8`, from the matrices of each product: "tensorwise", one for a matrix, or "rowwise", one for a row,
+    in e4m3. Megatron-LM's default, delayed scaling, does not exist here, so that None is none of them."""
+
     init_method_std: float = 0.02
     """Standard deviation of initial weights. It is divided by sqrt(2 x num_layers) for projections that end in the
     residual stream (Radford et al., 2019)."""
@@ -228,6 +238,11 @@ class TransformerConfig(MoEConfig):
             if getattr(self, name) is None or isinstance(getattr(self, name), _FromStd):
                 setattr(self, name, self.init_method if std is None else _FromStd(std))
 
+    @property
+    def fp8_products(self) -> str:
+        """The recipe of :func:`shardstack.fp8.use_fp8_products` that `fp8` and `fp8_recipe` name."""
+        return "tensorwise_e4m3" if (self.fp8, self.fp8_recipe) == ("e4m3", "tensorwise") else str(self.fp8_recipe)
+
     def check_sizes_given(self, *names: str) -> None:
         """Checks sizes that a module needs.
 
@@ -266,6 +281,10 @@ class TransformerConfig(MoEConfig):
                 f"attention_backend is {self.attention_backend!r} with context_parallel_size "
                 f"{self.context_parallel_size}, which needs torch's flash kernel; write 'auto' or 'flash'"
             )
+        if self.fp8 is not None:
+            yield from map(ConfigError, out_of_choices(self, fp8=get_args(Fp8Format), fp8_recipe=get_args(Fp8Recipe)))
+        if (self.fp8, self.fp8_recipe) == ("hybrid", "rowwise"):
+            yield ConfigError("fp8 is 'hybrid' with fp8_recipe 'rowwise', which takes e4m3 alone; write fp8 'e4m3'")
         yield from self._recompute_violations()
         yield from self._expert_violations()
 

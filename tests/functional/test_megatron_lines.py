@@ -94,9 +94,10 @@ def test_a_line_with_fp8_is_refused_once_with_all_reasons():
         parse_arguments(words)
     lines = str(error.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
-        "--fp8-format, --fp8-amax-history-len, --fp8-amax-compute-algo, --fp8-param-gather",
+        "--fp8-amax-history-len, --fp8-amax-compute-algo, --fp8-param-gather",
         "--multi-latent-attention",
         "Unknown option",
+        "fp8_recipe is None; it takes one of tensorwise, rowwise",
     ]
     assert lines[2].endswith("--num-layerz: did you mean --num-layers?")
 

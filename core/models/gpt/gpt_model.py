@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ... import parallel_state
 from ...base import device
-from ...base.errors import ConfigError, DataError, check_choices, check_positive
+from ...base.errors import ConfigError, DataError, check_choices, check_positive, warn_once
 from ...base.initialization import draw_init_seed, initialize_parameters
 from ...base.megatron_names import checks_arguments
 from ...comm.collectives import broadcast_by_backend
+from ...fp8 import use_fp8_products
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import IGNORE_INDEX
 from ...tensor_parallel.groups import check_degrees
@@ -139,6 +140,10 @@ class GPTModel(LanguageModule):
         self.decoder = TransformerBlock(
             config, spec, pre_process=self.pre_process, post_process=self.post_process, vp_stage=self.vp_stage
         )
+        if config.fp8 is not None:
+            use_fp8_products(self.decoder, config.fp8_products)
+            if config.num_moe_experts is not None:
+                warn_once("fp8 is for linear layers: grouped products of experts stay in the model's precision")
         self.output_layer = None
         if self.post_process:
             head = LinearCrossEntropyModule if self.fuse_linear_cross_entropy else ColumnParallelLinear

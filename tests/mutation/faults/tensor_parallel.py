@@ -39,6 +39,20 @@ MUTATIONS = (
         ("tests/unit/tensor_parallel/test_weight_gradients.py::test_other_consumers_of_compiled_code_borrow_none",),
     ),
     Mutation(
+        "compiled layers in fp8 compute a weight's gradient by torch's product",
+        "core.tensor_parallel.weight_gradients._Linear.backward",
+        r"ctx\.arithmetic is TORCH",
+        "True",
+        ("tests/unit/test_fp8.py::test_compiled_products_have_the_same_bits",),
+    ),
+    Mutation(
+        "the backward of a column-parallel layer in fp8 has torch's products",
+        "core.tensor_parallel.mappings._ColumnParallelLinear.backward",
+        r"ctx\.arithmetic\.mm",
+        "torch.mm",
+        ("tests/unit/test_fp8.py::test_two_ranks_round_their_parts",),
+    ),
+    Mutation(
         "loss: the gradient of logits is not scaled by that of their tokens",
         "core.tensor_parallel.cross_entropy._gradient_of_logits",
         r"softmax\.mul_\(scale\.unsqueeze\(1\)\)",

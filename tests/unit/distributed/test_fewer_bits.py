@@ -16,6 +16,7 @@ from core import parallel_state
 from core.base.errors import ParallelConfigError
 from core.comm.message_formats import format_of_all, has_whole_blocks, message_bytes
 from core.distributed import finalize_model_grads, wrap_model
+from core.fp8 import use_fp8_products
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer import TransformerConfig
@@ -132,12 +133,15 @@ def _step(model: Any, step: int) -> None:
 
 
 def _trained(kind: str, config: Any = None, **fields: Any) -> dict[str, Tensor]:
-    model = _wrapped(kind, _net(), config, **fields)
+    return _train(_wrapped(kind, _net(), config, **fields))
+
+
+def _train(model: Any) -> dict[str, Tensor]:
     optimizer = _optimizer(model)
     for step in range(STEPS):
         _step(model, step)
         optimizer.step()
-    if kind.endswith(("zero3", "fsdp2")):
+    if model.plan.shards_parameters:
         model.engine.parameters.settle()
     return {name: full(p) for name, p in model.module.named_parameters()}
 
@@ -345,6 +349,20 @@ def test_engines_agree_where_layers_are_cut(sizes: dict[str, int]) -> None:
     ours, torchs = (_gpt_trained(kind, sizes, both) for kind in ("zero3", "fsdp2"))
     assert [name for name, tensor in ours.items() if not torch.equal(torchs[name], tensor)] == []
     assert any(not torch.equal(of_ddp[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_e4m3"])
+@on_ranks(2)
+def test_products_and_gathers_in_fp8_go_together(recipe: str) -> None:
+    """A product rounds what a gather has rounded: both engines, on this number of ranks, as one process does."""
+    results = []
+    for kind in ("zero3", "fsdp2"):
+        net = _net()
+        assert use_fp8_products(net, recipe, layers=("blocks.*.mix",)) == [f"blocks.{i}.mix" for i in range(3)]
+        results.append(_train(_wrapped(kind, net, param_comm_dtype="fp8")))
+    assert [name for name, tensor in results[0].items() if not torch.equal(results[1][name], tensor)] == []
+    apart = _trained("zero3", param_comm_dtype="fp8")
+    assert not torch.equal(results[0]["blocks.0.mix.weight"], apart["blocks.0.mix.weight"])
 
 
 def _losses(fields: dict[str, str]) -> list[float]:

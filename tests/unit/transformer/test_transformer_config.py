@@ -175,7 +175,7 @@ def test_embeddings_have_a_standard_deviation_of_their_own():
     [
         ({"moe_latent_size": 8}, "TransformerConfig: moe_latent_size is 8, and only None is supported; experts have"),
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
-        ({"fp8": "hybrid"}, "fp8 is 'hybrid', and only None is supported; set bf16 or fp16"),
+        ({"fp8_param": True}, "fp8_param is True, and only False is supported; parameters are fp32, fp16 or bf16"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2"),
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma"),
     ],

@@ -223,11 +223,12 @@ def test_all_mistakes_of_a_command_line_are_one_error():
         parse_arguments([*REQUIRED, *flags.split()])
     assert str(error.value).splitlines() == [
         "Unknown option: --num-layerz: did you mean --num-layers?",
-        "--fp8-format, --fp8-margin: products are computed in fp32, fp16 or bf16, never in fp8: that needs "
-        "Transformer Engine and a GPU of Hopper or later; drop it, and train in --bf16",
+        "--fp8-margin: fp8 here is --fp8-format and --fp8-recipe for the products of all layers, with scales that "
+        "have no history; drop it",
         "Unknown option: --wandb-projekt: did you mean --wandb-project?",
         "Unknown option: --no-save-optin: did you mean --no-save-optim?",
-        "num_query_groups 3 does not divide num_attention_heads 4; take 2 or 4 groups",
+        "num_query_groups 3 does not divide num_attention_heads 4; take 2 or 4 groups | fp8_recipe is None; it "
+        "takes one of tensorwise, rowwise",
     ]
 
 
