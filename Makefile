@@ -36,7 +36,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
 EXTRAS ?= train,test
 
 # What the tests need: the trainers that core/adapters knows are among it.
-OTHERS := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,trl,docs,release,test
+OTHERS := $(VENV)/.installed-train,trackers,hf,lightning,ray,megatron,titan,trl,fp8,docs,release,test
 TESTED := $(OTHERS) $(VENV)/.installed-verl
 
 # verl, and what its workers import that the others lack. Their metadata would have older transformers and packaging.
