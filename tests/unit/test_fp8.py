@@ -21,6 +21,7 @@ from core.tensor_parallel.weight_gradients import compute_deferred, deferring
 from core.transformer import TransformerConfig
 from core.transformer.lora import add_lora
 from tests.unit._gpt import build_gpt
+from tests.unit._on_gpu import needs_gpu
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks
 from tests.unit.tensor_parallel._layers import all_gather, config, normal, own
@@ -413,3 +414,30 @@ def test_experts_stay_in_the_precision_of_the_model():
 def test_configs_that_cannot_be_are_refused(fields, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         TransformerConfig(**fields)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("recipe", GRADIENT_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_on_a_gpu_are_near_those_of_fp32(recipe: str, dtype: torch.dtype) -> None:
+    draws = torch.Generator().manual_seed(6)
+    layer = nn.Linear(K, N, bias=False, dtype=dtype, device="cuda")
+    use_fp8_products(layer, recipe)
+    x, grad = (torch.randn(S * B, n, generator=draws).to("cuda", dtype) for n in (K, N))
+    x.requires_grad_()
+    output = layer(x)
+    output.backward(grad)
+    matrices = {"x": x.detach().float(), "w": layer.weight.detach().float(), "g": grad.float()}
+    of_gradient = 1 / 8 if recipe == "tensorwise" else 1 / 16
+    for found, (left, right), error in (
+        (output, ("x", "w.t"), 1 / 16),
+        (x.grad, ("g", "w"), of_gradient),
+        (layer.weight.grad, ("g.t", "x"), of_gradient),
+    ):
+        a, b = (matrices[name[0]].t() if name.endswith(".t") else matrices[name] for name in (left, right))
+        # Each factor is off by a share of itself, or by a step below the normal numbers; then a rounding to bf16.
+        bound = (
+            (a.abs() + a.abs().max() / 2**14) @ (b.abs() + b.abs().max() / 2**14) * ((1 + error) * 17 / 16 - 1 + 2**-7)
+        )
+        assert ((found.float() - a @ b).abs() <= bound).all()

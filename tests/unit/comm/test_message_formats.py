@@ -8,6 +8,7 @@ from torch import Tensor
 
 from core.base import fused
 from core.comm.message_formats import BLOCK, OWN_DTYPE, MessageFormat, format_of_all, has_whole_blocks, message_bytes
+from tests.unit._on_gpu import needs_gpu
 
 FORMATS = ("int8", "fp8", "bf16")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -88,6 +89,20 @@ def test_compiled_code_sends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _sent(values, "int8")
     monkeypatch.setattr(fused, "COMPILED_ON", ["cuda", "cpu"])
     assert torch.equal(_sent(values, "int8"), expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gpu_sends_codes_within_a_step_of_a_cpus(name: str, dtype: torch.dtype) -> None:
+    """Its kernel may divide with an error in the last bit, which changes the code of a value between two."""
+    values = _values(24 * BLOCK, dtype)
+    here, there = _sent(values, name), _sent(values.cuda(), name).cpu()
+    step = values.float().view(-1, BLOCK).abs().amax(1, keepdim=True) / 127 + values.float().abs().view(-1, BLOCK) / 8
+    assert ((here.float() - there.float()).view(-1, BLOCK).abs() <= step).all()
+    for shards in (2, 8):
+        assert torch.equal(_sent(values.cuda(), name, shards).cpu(), there)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
