@@ -34,7 +34,7 @@ from ...comm.record import recorded
 from ..engine.gathered_units import KeptPart
 from ..engine.gradient_tree import GradientTree, PartialSums
 from ..groups import neighbour_groups
-from ..plan import PiecePlan, Plan, UnitPlan
+from ..plan import Plan, UnitPlan
 from .torch_private import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -61,16 +61,18 @@ def set_collectives(plan: Plan) -> tuple[list[KeptPart], LentMemory]:
         module, part = as_fsdp(unit.modules[0]), None
         pieces = {param.name: (param.shard_numel, piece) for piece in unit.pieces for param in piece.params}
         members = [pieces[names[shard]] for shard in shards_of(groups_of(unit.modules[0]))]
+        gathered = [(numel, piece.param_format) for numel, piece in members]
+        reduced = [(numel, piece.grad_format) for numel, piece in members]
         if unit.kept_among is not None:
             part = KeptPart(neighbours[unit.kept_among], outlasts_backward=unit.is_kept)
             parts.append(part)
-        module.set_custom_all_gather(UnitAllGather(plan, unit, part, memory, members))
-        module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit, memory, members))
+        module.set_custom_all_gather(UnitAllGather(plan, unit, part, memory, gathered))
+        module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit, memory, reduced))
     return parts, memory
 
 
-Members = Sequence[tuple[int, PiecePlan]]
-"""The parameters of a unit, in the order of its messages: elements of a shard, and the piece."""
+Segments = Sequence[tuple[int, str | None]]
+"""The parameters of a unit, in the order of its messages: elements of a shard, and the format in which they travel."""
 
 _NEVER_REUSED_BYTES = 2**25
 """The least bytes that glibc maps anew at each allocation, whatever was freed before."""
@@ -87,7 +89,9 @@ class _UnitCollective:
     ``set_allocate_memory_from_process_group_for_comm``; calls are then not recorded.
     """
 
-    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None, whole_bytes: int) -> None:
+    def __init__(
+        self, plan: Plan, unit: UnitPlan, memory: LentMemory | None, whole_bytes: int, segments: Segments
+    ) -> None:
         # In messages, and in the record of collectives.
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
         plan = plan.over_ranks_of(unit.kind)
@@ -97,6 +101,9 @@ class _UnitCollective:
         # Large memory under gloo for whole parameters and gradients, which all units of a model share. None where
         # sums keep what a reduction was given.
         self._memory, self._whole_bytes = memory if self._is_direct else None, whole_bytes
+        # Of a message, where something is encoded.
+        self._segments = [(numel, name or OWN_DTYPE) for numel, name in segments]
+        self._is_encoded = any(name for _, name in segments)
         self._registers = plan.settings.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -121,12 +128,9 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
         unit: UnitPlan,
         part: KeptPart | None = None,
         memory: LentMemory | None = None,
-        members: Members = (),
+        segments: Segments = (),
     ) -> None:
-        super().__init__(plan, unit, memory, unit.gathered_bytes)
-        # Fixed, as are those of a reduction.
-        self._segments = [(numel, piece.param_format or OWN_DTYPE) for numel, piece in members]
-        self._is_encoded = any(piece.param_format for _, piece in members)
+        super().__init__(plan, unit, memory, unit.gathered_bytes, segments)
         # Kept by the gather of a forward, and read by that of its backward. None where ranks keep all or nothing.
         self._part = part
 
@@ -164,13 +168,10 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
 class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
     """Reduces the gradients of a unit, in the plan's order of ranks."""
 
-    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None, members: Members = ()) -> None:
-        super().__init__(plan, unit, memory, _reduced_bytes(unit))
-        self._segments = [(numel, piece.grad_format or OWN_DTYPE) for numel, piece in members]
-        self._groups = groups_of(unit.modules[0])
-        self._is_encoded = any(piece.grad_format for _, piece in members)
-        # How messages name the payload.
-        self._what = f"the gradients of {self.unit}"
+    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None, segments: Segments = ()) -> None:
+        super().__init__(plan, unit, memory, _reduced_bytes(unit), segments)
+        # How messages name the payload, and torch's object for the unit.
+        self._what, self._groups = f"the gradients of {self.unit}", groups_of(unit.modules[0])
 
     def __call__(
         self,
