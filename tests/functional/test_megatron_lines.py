@@ -94,12 +94,13 @@ def test_a_line_with_fp8_is_refused_once_with_all_reasons():
         parse_arguments(words)
     lines = str(error.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
-        "--fp8-amax-history-len, --fp8-amax-compute-algo, --fp8-param-gather",
+        "--fp8-amax-history-len, --fp8-amax-compute-algo",
+        "--fp8-param-gather",
         "--multi-latent-attention",
         "Unknown option",
         "fp8_recipe is None; it takes one of tensorwise, rowwise",
     ]
-    assert lines[2].endswith("--num-layerz: did you mean --num-layers?")
+    assert lines[3].endswith("--num-layerz: did you mean --num-layers?")
 
 
 def test_a_batch_that_grows_resumes_as_if_never_stopped(places: dict[str, str], tmp_path: Path):

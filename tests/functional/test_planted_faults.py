@@ -40,9 +40,9 @@ def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
     """Skips the second bucket to be reduced, and every third after it."""
     calls = itertools.count()
 
-    def patched(self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, what: str) -> None:
+    def patched(self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, *how: Any) -> None:
         if next(calls) % 3 != 1:
-            reduce(self, whole, kept, accumulate, what)
+            reduce(self, whole, kept, accumulate, *how)
             return
         reached()
         if self.shard_group is not None and not accumulate:

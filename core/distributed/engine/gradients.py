@@ -117,7 +117,7 @@ class BucketReduction:
         self.replica_group = None if plan.is_replicated else plan.groups.replicate
 
     def reduce(
-        self, whole: Tensor, shard: Tensor, accumulate: bool, what: str = "gradients", *, sent_as: str | None = None
+        self, whole: Tensor, shard: Tensor, accumulate: bool, what: str = "gradients", sent_as: str | None = None
     ) -> None:
         """Reduces `whole` `[n]` into `shard`, this rank's shard. Without shards both are the same tensor.
 

@@ -328,7 +328,7 @@ class Bucket(PlacedParams):
             grads.sent = whole if self.buffer.grad_memory.keeps(whole.numel()) else None
         adds = grads.separate_shard is not None
         what = f"the gradients of {self.name}"
-        run = partial(self._reduction.reduce, whole, grads.shard, adds, what, sent_as=self.grad_format)
+        run = partial(self._reduction.reduce, whole, grads.shard, adds, what, self.grad_format)
         del whole  # from here on only the reduction holds it
         if self._reduction.plan.settings.overlap_grad_reduce:
             self._grad_handle = self._lane.submit(run)

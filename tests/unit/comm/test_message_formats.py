@@ -1,4 +1,4 @@
-"""Values in fewer bits on their way: their error has a bound, and no cut over ranks changes it."""
+"""Values in fewer bits on their way: how far they are off has a bound, and no cut over ranks changes it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_compiled_code_sends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_gpu_sends_codes_within_a_step_of_a_cpus(name: str, dtype: torch.dtype) -> None:
-    """Its kernel may divide with an error in the last bit, which changes the code of a value between two."""
+    """Its kernel may divide otherwise in the last bit, which changes the code of a value in the middle of two."""
     values = _values(24 * BLOCK, dtype)
     here, there = _sent(values, name), _sent(values.cuda(), name).cpu()
     step = values.float().view(-1, BLOCK).abs().amax(1, keepdim=True) / 127 + values.float().abs().view(-1, BLOCK) / 8

@@ -101,7 +101,7 @@ def test_transformer_fields_are_compared_or_change_no_function():
         *("attention_backend", "embedding_init_method", "embedding_init_method_std"),
         *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
         *("moe_input_jitter_eps", "moe_grouped_gemm", "moe_per_layer_logging", "moe_token_dispatcher_type"),
-        "moe_enable_routing_replay",
+        *("moe_enable_routing_replay", "fp8", "fp8_recipe"),
         *("virtual_pipeline_model_parallel_size", "pipeline_parallel_schedule"),
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
         "expert_tensor_parallel_size",
