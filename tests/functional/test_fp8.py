@@ -111,7 +111,7 @@ def _gpt(precision: str = "fp32", steps: int = 4, **fields: Any) -> Training:
     return Training(ADAMW, steps, precision=precision, fields={**SIZES, **fp8, **fields})
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_a_gpt_has_the_same_bits_in_any_wrapper(precision):
     training = _gpt(precision, 4 if precision == "bf16" else 18)
     expected = run_distributed(run_wrapped, 2, "ddp", training)[0]
@@ -134,7 +134,9 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "cut", [name if name in ("whole", "pipeline") else pytest.param(name, marks=pytest.mark.long) for name in CUTS]
+)
 def test_twenty_steps_are_near_those_in_fp32(cut):
     training = dataclasses.replace(_gpt(steps=20, vocab=64, num_layers=4), tied=False, length=12, **CUTS[cut])
     means = {}

@@ -351,14 +351,13 @@ def test_engines_agree_where_layers_are_cut(sizes: dict[str, int]) -> None:
     assert any(not torch.equal(of_ddp[name], tensor) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_e4m3"])
 @on_ranks(2)
-def test_products_and_gathers_in_fp8_go_together(recipe: str) -> None:
-    """A product rounds what a gather has rounded: both engines, on this number of ranks, as one process does."""
+def test_products_and_gathers_in_fp8_go_together() -> None:
+    """A product rounds what a gather has rounded, the same under both engines."""
     results = []
     for kind in ("zero3", "fsdp2"):
         net = _net()
-        assert use_fp8_products(net, recipe, layers=("blocks.*.mix",)) == [f"blocks.{i}.mix" for i in range(3)]
+        assert use_fp8_products(net, layers=("blocks.*.mix",)) == [f"blocks.{i}.mix" for i in range(3)]
         results.append(_train(_wrapped(kind, net, param_comm_dtype="fp8")))
     assert [name for name, tensor in results[0].items() if not torch.equal(results[1][name], tensor)] == []
     apart = _trained("zero3", param_comm_dtype="fp8")
