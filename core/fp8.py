@@ -53,7 +53,7 @@ class _Fp8(Arithmetic):
 
     def _multiply(self, left: Tensor, right: Tensor, left_format: torch.dtype) -> Tensor:
         """Multiplies `[m, k]` by `[k, n]`."""
-        if left.numel() == 0:  # no rows: there is nothing to scale by
+        if left.numel() == 0:  # no tokens: there is nothing to scale by
             return left.mm(right)
         if padding := -left.shape[1] % _MULTIPLE:  # tokens, in a weight's gradient
             left, right = F.pad(left, (0, padding)), F.pad(right, (0, 0, 0, padding))
@@ -107,7 +107,7 @@ def use_fp8_products(
     model: nn.Module,
     recipe: str = "tensorwise",
     *,
-    layers: Sequence[str] = ("*",),
+    layers: str | Sequence[str] = ("*",),
     by: Literal["torch", "torchao"] = "torch",
 ) -> list[str]:
     """Makes linear layers compute in fp8, in place. Call it before the model is wrapped.
@@ -118,7 +118,7 @@ def use_fp8_products(
     Args:
         recipe: "tensorwise" (gradients in e5m2, all else in e4m3), "tensorwise_e4m3" or "rowwise"; with torchao the
             name of one of its recipes.
-        layers: shell patterns of layers' names, such as ``blocks.*``.
+        layers: shell patterns of layers' names, such as ``blocks.*``, or one.
         by: "torch": its scaled product, called here. "torchao": torchao's layers take the place of
             `torch.nn.Linear`.
 
@@ -126,8 +126,8 @@ def use_fp8_products(
         The names of the layers.
 
     Raises:
-        ConfigError: an unknown recipe, no kernel for it on this device, a pattern that matches no layer, or a layer
-            with a size that is not a multiple of 16.
+        ConfigError: an unknown recipe, no kernel for it on this device, a pattern that matches no layer, a layer with
+            a size that is not a multiple of 16, or for torchao a model that is the layer itself.
         MissingExtraError: torchao is not installed.
     """
     if by not in ("torch", "torchao"):
@@ -135,25 +135,35 @@ def use_fp8_products(
     torchao = import_extra("torchao.float8", "fp8", "by='torchao'") if by == "torchao" else None
     known = [name.value for name in torchao.config.Float8LinearRecipeName] if torchao else list(_RECIPES)
     if recipe not in known:
-        raise ConfigError(f"fp8 recipe {recipe!r} does not exist; {choices(recipe, known)}")
+        raise ConfigError(f"fp8 recipe {recipe!r} does not exist; {choices(str(recipe), known)}")
     of_ours = () if torchao else (ColumnParallelLinear, RowParallelLinear)
     linears = {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear or (isinstance(module, of_ours) and module.weight is not None)
     }
-    matches = {pattern: fnmatch.filter(linears, pattern) for pattern in layers}
+    layers = (layers,) if isinstance(layers, str) else layers
+    matches = {pattern: fnmatch.filter(linears, pattern) for pattern in layers or ("(none)",)}
     if stray := [pattern for pattern, names in matches.items() if not names]:
         raise ConfigError(f"fp8 layers {stray[0]!r} match no linear layer; there are: {' '.join(linears) or 'none'}")
     chosen = {name: linears[name] for names in matches.values() for name in names}
     shapes = {name: tuple(module.get_parameter("weight").shape) for name, module in chosen.items()}
-    if unfit := [f"{name} {shape}" for name, shape in shapes.items() if any(size % _MULTIPLE for size in shape)]:
+    if unfit := [
+        f"{name} {shape}"
+        for name, shape in shapes.items()
+        if not all(size and size % _MULTIPLE == 0 for size in shape)
+    ]:
         raise ConfigError(
             f"fp8 products need sizes that are multiples of {_MULTIPLE}, and these layers have others: "
             f"{', '.join(unfit)}; leave them out by patterns of the others' names (layers)"
         )
     for dtype in {module.get_parameter("weight").dtype for module in chosen.values()}:
         _check_kernel(_RECIPES.get(recipe, _RECIPES["rowwise"]), dtype)
+    if torchao and model in chosen.values():
+        raise ConfigError(
+            f"torchao's layers take the place of others, and the model is a {type(model).__name__} itself; give a "
+            "module that holds it"
+        )
     if torchao:
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
         torchao.convert_to_float8_training(

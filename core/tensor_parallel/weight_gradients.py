@@ -106,7 +106,7 @@ def linear_function(input_: Tensor, weight: Tensor, bias: Tensor | None, arithme
 def cast_by_autocast(input_: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Casts as autocast does for torch's function: backwards run outside it, and autograd has to see the casts."""
     kind = input_.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         return input_.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return input_, weight, bias

@@ -296,6 +296,8 @@ def test_layers_are_chosen_by_their_names():
     [
         ({"recipe": "delayed"}, "fp8 recipe 'delayed' does not exist; it takes one of tensorwise, tensorwise_e4m3, r"),
         ({"by": "apex"}, "by is 'apex'; it takes one of torch, torchao"),
+        ({"recipe": None}, "fp8 recipe None does not exist; it takes one of"),
+        ({"layers": ()}, "fp8 layers '(none)' match no linear layer; there are: up down head"),
         ({"layers": ("blocks.*",)}, "fp8 layers 'blocks.*' match no linear layer; there are: up down head"),
         (
             {},
@@ -309,6 +311,19 @@ def test_what_cannot_be_is_refused_before_anything_changes(arguments, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         use_fp8_products(model, **arguments)
     assert type(model.up) is nn.Linear
+
+
+def test_one_pattern_and_the_meta_device_are_taken() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)})
+    assert use_fp8_products(model, layers="up") == ["up"]
+    assert model["up"](torch.empty(3, 16, device="meta")).shape == (3, 32)
+
+
+@needs("torchao")
+def test_torchao_does_not_replace_the_model_itself() -> None:
+    with pytest.raises(ConfigError, match="the model is a Linear itself; give a module that holds it"):
+        use_fp8_products(nn.Linear(16, 16), by="torchao")
 
 
 def test_a_recipe_without_kernel_is_refused(monkeypatch):
