@@ -98,7 +98,7 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None, arithmeti
 def linear_function(input_: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic = TORCH) -> Tensor:
     """Computes `linear` by the function whose backward is here."""
     # If torch has to copy the input, it adds the bias after the product, which rounds differently.
-    joins = input_.dim() == 2 or input_.is_contiguous()
+    joins = input_.dim() == 2 or input_.is_contiguous() or arithmetic is not TORCH
     output: Tensor = _Linear.apply(input_, bias if joins else None, weight, arithmetic)
     return output if joins or bias is None else output.add_(bias)
 

@@ -313,6 +313,14 @@ def test_what_cannot_be_is_refused_before_anything_changes(arguments, message):
     assert type(model.up) is nn.Linear
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_strided_input_with_a_bias_has_the_same_output(recipe: str) -> None:
+    layer, x = _layer(recipe), _numbers(S, B, K)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    assert torch.equal(layer(strided), layer(x))
+    layer(strided).sum().backward()
+
+
 def test_one_pattern_and_the_meta_device_are_taken() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)})

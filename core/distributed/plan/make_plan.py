@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
@@ -84,6 +85,7 @@ def plan_model(
     transforms = plan_transforms(blocks, own)
     if engine is EngineKind.FSDP2:
         _reject_units_in_selective_ones(transforms, units)
+        _reject_codes_of_several_dtypes(units)
     compared = settings_to_compare(own, config, disable_bucketing, finish_in_backward, mp_policy)
     return Plan(
         caller=caller,
@@ -227,6 +229,18 @@ def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: 
             raise ParallelConfigError(
                 f"activation_checkpointing is 'selective' for a unit around {unit.names[0]}, {what}, and FSDP2 runs "
                 "that as a unit of its own; take 'full', or FullyShardedDataParallel"
+            )
+
+
+def _reject_codes_of_several_dtypes(units: Iterable[UnitPlan]) -> None:
+    """Raises if FSDP2 would gather codes next to another dtype: torch then gathers bytes."""
+    for unit in units:
+        dtypes = sorted({dtype_name(piece.gathered_dtype) for piece in unit.pieces})
+        if len(dtypes) > 1 and any(piece.param_format for piece in unit.pieces):
+            raise ParallelConfigError(
+                f"param_comm_dtype is set, and unit {unit.names[0] or 'of the model itself'} has parameters in "
+                f"{' and '.join(dtypes)}, which FSDP2 gathers as bytes; cast them to one dtype, set param_dtype, or "
+                "use FullyShardedDataParallel"
             )
 
 

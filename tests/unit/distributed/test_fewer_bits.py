@@ -289,6 +289,17 @@ def test_settings_that_cannot_be_kept_are_refused() -> None:
     run_distributed(_refusals, 2)
 
 
+@on_ranks(2)
+def test_codes_next_to_another_dtype_are_refused_by_fsdp2() -> None:
+    net = _net()
+    net.blocks[1].frozen.to(torch.bfloat16)
+    with pytest.raises(
+        ParallelConfigError, match=r"unit blocks.1 has parameters in bfloat16 and float32, .* as bytes"
+    ):
+        _wrapped("fsdp2", net, param_comm_dtype="int8")
+    _wrapped("zero3", net, param_comm_dtype="int8")
+
+
 def _cut_by_tensor_parallelism() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     module: Any = nn.Sequential(nn.Linear(128, 8), nn.Linear(256, 8))
